@@ -1,0 +1,133 @@
+"""What is trained, how, and on what: one validated object.
+
+Field names follow ``transformers.TrainingArguments`` (and peft's ``LoraConfig``) where one exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from llmem.errors import LlmemError
+
+Method = Literal["full", "lora", "qlora"]
+Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "gemini"]
+Attention = Literal["eager", "sdpa", "flash_attention_2"]
+DType = Literal["fp32", "bf16", "fp16"]
+Loss = Literal["full", "chunked", "liger"]
+
+OPTIMIZERS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_torch_single",
+    "adam",
+    "sgd",
+    "sgd_momentum",
+    "adafactor",
+    "adafactor_torch",
+    "rmsprop",
+    "adagrad",
+)
+"""``TrainingArguments.optim`` names that can be built, and a few variants of our own.
+
+``adamw_torch`` is torch's AdamW as torch chooses its implementation (foreach on CUDA),
+``adamw_torch_single`` the one-parameter-at-a-time loop, ``adam`` is ``torch.optim.Adam``,
+``sgd_momentum`` is SGD with momentum 0.9."""
+
+
+class RunSpec(BaseModel):
+    """One fine-tuning run. Raises LlmemError (one sentence) if it makes no sense."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    model: Any = Field(description="preset, Hub id, folder, config.json, or an nn.Module")
+    per_device_train_batch_size: int = Field(8, ge=1, description="sequences per GPU")
+    seq_length: int = Field(512, ge=1, description="tokens per sequence")
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    method: Method = "full"
+    param_dtype: DType | None = Field(None, description="dtype of loading; None: the config's own")
+    bf16: bool = Field(False, description="bf16 mixed precision")
+    fp16: bool = Field(False, description="fp16 mixed precision")
+    optim: str = Field("adamw_torch_fused", description="name of TrainingArguments.optim")
+    max_grad_norm: float = Field(1.0, ge=0.0, description="clip to this norm; 0: no clipping")
+    gradient_checkpointing: bool = False
+    attn_implementation: Attention | None = None
+    sdpa_backend: Literal["flash", "efficient", "cudnn", "math"] | None = None
+    loss: Loss = "full"
+
+    lora_r: int = Field(8, ge=1)
+    lora_alpha: int = Field(16, ge=1)
+    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    lora_target_modules: str | tuple[str, ...] | None = Field(
+        None, description="names, 'all-linear', or None for peft's default of the model"
+    )
+
+    gpus: int = Field(1, ge=1, description="processes, one GPU each")
+    strategy: Strategy = "none"
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    gpu: str | None = Field(None, description="GPU name; 'cpu' assumes CPU kernels")
+    alloc_conf: str = ""
+
+    # data parallelism
+    bucket_cap_mb: float = Field(25.0, gt=0, description="DDP's bucket_cap_mb")
+    gradient_as_bucket_view: bool = False
+    reshard_after_forward: bool | int = True
+    deepspeed: Any = Field(None, description="ds_config: a dict or the path of its JSON")
+    offload: Literal["none", "optimizer", "all"] = "none"
+    hybrid_shard: int = Field(0, ge=0, description="HSDP: GPUs that share one copy; 0: all")
+
+    @model_validator(mode="after")
+    def _check(self) -> RunSpec:
+        if self.bf16 and self.fp16:
+            raise ValueError("--bf16 and --fp16 exclude each other; give one of them")
+        if self.optim not in OPTIMIZERS:
+            raise ValueError(_unknown_optimizer(self.optim))
+        if self.gpus % (self.tp * self.pp):
+            raise ValueError(
+                f"{self.gpus} GPUs cannot be split into tp {self.tp} x pp {self.pp}; "
+                f"make gpus a multiple of {self.tp * self.pp}"
+            )
+        if self.strategy == "none" and self.gpus // (self.tp * self.pp) > 1:
+            raise ValueError(
+                f"{self.gpus} GPUs need a strategy: add --strategy ddp, zero3, fsdp2 or another"
+            )
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per micro-batch on one GPU."""
+        return self.per_device_train_batch_size * self.seq_length
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """``bfloat16`` or ``float16`` under mixed precision, else None."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else None
+
+
+def _unknown_optimizer(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, OPTIMIZERS, n=2, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(OPTIMIZERS)}"
+    return f"unknown optimizer '{name}': {hint}"
+
+
+def make_spec(**fields: Any) -> RunSpec:
+    """A RunSpec, or LlmemError with one sentence about the first thing that is wrong."""
+    try:
+        return RunSpec(**fields)
+    except ValidationError as error:
+        raise LlmemError(_first_sentence(error)) from None
+
+
+def _first_sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    where = ".".join(str(part) for part in first["loc"])
+    if not where:
+        return message
+    if first["type"] == "extra_forbidden":
+        return f"unknown field '{where}'; RunSpec knows {', '.join(RunSpec.model_fields)}"
+    return f"{where} = {first['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,51 @@
+"""The batch that a model's class is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from llmem.errors import LlmemError
+from llmem.models import max_positions
+from llmem.spec import RunSpec
+
+Batch = dict[str, torch.Tensor]
+
+
+def batch_maker(model: torch.nn.Module, spec: RunSpec, device: str) -> Callable[[], Batch]:
+    """Returns a function that puts one micro-batch on ``device``.
+
+    int64 tensors of shape [batch, tokens]: input_ids, attention_mask (all ones: every sequence
+    has full length) and labels, as a collator makes them; sequence classification has labels
+    [batch]. On ``cpu`` the ids are random and copied at each call, as a loader's batch would be.
+    Raises LlmemError when the sequence is longer than a model with learned positions allows.
+    """
+    config: Any = model.config
+    limit = max_positions(config)
+    size = (spec.per_device_train_batch_size, spec.seq_length)
+    if limit is not None and spec.seq_length > limit:
+        raise LlmemError(
+            f"{spec.seq_length} tokens are more than the {limit} positions that {spec.model} has "
+            f"learned; use -s {limit} or less"
+        )
+    shapes: dict[str, tuple[int, ...]] = {"input_ids": size, "attention_mask": size}
+    architecture = type(getattr(model, "base_model", model)).__name__
+    names = {type(m).__name__ for m in (model, getattr(model, "base_model", model))}
+    is_classifier = any(n.endswith("ForSequenceClassification") for n in names | {architecture})
+    shapes["labels"] = size[:1] if is_classifier else size
+    vocabulary = int(getattr(config.get_text_config(), "vocab_size", 2) or 2)
+    classes = int(getattr(config, "num_labels", 2)) if is_classifier else vocabulary
+
+    if device == "meta":
+        return lambda: {
+            name: torch.empty(shape, dtype=torch.int64, device="meta")
+            for name, shape in shapes.items()
+        }
+    host: Batch = {
+        "input_ids": torch.randint(0, vocabulary, size),
+        "attention_mask": torch.ones(size, dtype=torch.int64),
+        "labels": torch.randint(0, classes, shapes["labels"]),
+    }
+    return lambda: {name: tensor.clone() for name, tensor in host.items()}

@@ -1,0 +1,148 @@
+"""From a RunSpec to the model and the training step, ready to be traced or run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from llmem import models
+from llmem.errors import LlmemError
+from llmem.spec import RunSpec
+from llmem.trace.batch import batch_maker
+from llmem.trace.optimizers import OptimizerPlan, plan_optimizer
+from llmem.trace.step import TrainingStep
+
+
+@dataclass
+class Prepared:
+    """A model, the step that trains it, and what was decided on the way."""
+
+    model: torch.nn.Module
+    step: TrainingStep
+    optimizer_plan: OptimizerPlan
+    head: set[str]
+    assumptions: list[str] = field(default_factory=list)
+
+
+def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
+    """Build what ``spec`` describes on ``device`` (``meta`` or ``cpu``).
+
+    ``cuda`` says whose defaults count: those of a GPU or those of a CPU.
+    """
+    notes: list[str] = []
+    model = build_model(spec, device, notes)
+    head = head_modules(model)
+    if spec.method != "full":
+        model = _with_adapters(model, spec, notes)
+        head = head_modules(model)
+    _use_cache(model, notes)
+    if spec.gradient_checkpointing:
+        _checkpoint(model, spec, notes)
+    plan = plan_optimizer(spec.optim, cuda=cuda)
+    notes.append(f"optimizer: {plan.name}, {plan.implementation} ({plan.why})")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise LlmemError("no parameter of this model is trained; check --method and its targets")
+    step = TrainingStep(
+        model=model,
+        optimizer=plan.build(trainable),
+        make_batch=batch_maker(model, spec, device),
+        max_grad_norm=spec.max_grad_norm,
+        clip_foreach=True,  # torch's own choice on CUDA and on CPU tensors
+        accumulation=spec.gradient_accumulation_steps,
+    )
+    return Prepared(model, step, plan, head, notes)
+
+
+def build_model(spec: RunSpec, device: str, notes: list[str]) -> torch.nn.Module:
+    """The bare model of ``spec``: built from its source, or the module or callable given."""
+    if isinstance(spec.model, torch.nn.Module):
+        notes.append("model: the nn.Module given")
+        return spec.model
+    if callable(spec.model):
+        with torch.device(device):
+            made = spec.model()
+        if not isinstance(made, torch.nn.Module):
+            raise LlmemError(f"{spec.model!r} returned {type(made).__name__}, not an nn.Module")
+        notes.append(f"model: what {getattr(spec.model, '__name__', spec.model)} returns")
+        return made
+    source = models.resolve(spec.model)
+    attention = spec.attn_implementation
+    model = models.build(
+        source, dtype=spec.param_dtype, attn_implementation=attention, device=device
+    )
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    why = "--param-dtype" if spec.param_dtype else "the config's own dtype"
+    notes.append(f"model: {source.name} ({source.origin}), class {type(model).__name__}")
+    notes.append(f"parameters: {' and '.join(dtypes)} ({why})")
+    used = getattr(model.config, "_attn_implementation", None)
+    chosen = "--attn-implementation" if attention else "transformers' default for this class"
+    notes.append(f"attention: {used} ({chosen})")
+    return model
+
+
+def _with_adapters(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> torch.nn.Module:
+    if spec.method == "qlora":
+        raise LlmemError("--method qlora is not supported yet; use --method lora")
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = spec.lora_target_modules
+    if isinstance(targets, tuple):
+        targets = list(targets)
+    config = LoraConfig(
+        r=spec.lora_r,
+        lora_alpha=spec.lora_alpha,
+        lora_dropout=spec.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM" if "CausalLM" in type(model).__name__ else None,
+    )
+    try:
+        adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise LlmemError(f"peft refuses this LoRA: {str(error).splitlines()[0]}") from error
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in adapted.parameters() if p.requires_grad}
+    notes.append(
+        f"LoRA: r {spec.lora_r}, targets {', '.join(sorted(adapted_targets(adapted)))}; "
+        f"{trained:,} trained parameters in {' and '.join(sorted(dtypes))} (peft's choice)"
+    )
+    return adapted
+
+
+def adapted_targets(model: Any) -> list[str]:
+    """The module names that peft put adapters on."""
+    found = next(iter(model.peft_config.values())).target_modules
+    return [found] if isinstance(found, str) else list(found or [])
+
+
+def _use_cache(model: torch.nn.Module, notes: list[str]) -> None:
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "use_cache", False):
+        config.use_cache = False
+        notes.append("use_cache: off (TrainingArguments.use_cache's default)")
+
+
+def _checkpoint(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+        raise LlmemError(
+            f"{type(model).__name__} does not support gradient checkpointing; "
+            "leave --gradient-checkpointing out"
+        )
+    # The RNG state is kept on the host; keeping it fails for meta tensors.
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
+    notes.append("gradient checkpointing: every layer, use_reentrant False (transformers' default)")
+
+
+def head_modules(model: torch.nn.Module) -> set[str]:
+    """Names of the modules that turn hidden states into logits."""
+    names: set[str] = set()
+    getter = getattr(model, "get_output_embeddings", None)
+    output = getter() if getter is not None else None
+    for name, module in model.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        if module is output or last in ("lm_head", "embed_out", "score", "classifier", "qa_outputs"):
+            names.add(name)
+    return names

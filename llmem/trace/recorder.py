@@ -1,0 +1,581 @@
+"""Record a training step as ops and storage lifetimes.
+
+``Recorder`` is a dispatch mode: it sees every op below autograd, with the tensors it makes. A
+storage is born when an op returns a tensor over memory not seen before, and dies when the last
+reference to it goes away, exactly when Python and autograd let go of it in a real run: a weak
+reference to the storage fires at that moment. Each op costs a constant amount of work.
+
+The same recorder watches real CPU tensors, which is how predictions are checked.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmem.gpu.scratch import BRIEF, DURING, PERSISTENT, Scratch, has_scratch
+from llmem.lifetimes import (
+    NEVER,
+    TICK,
+    Category,
+    Lifetimes,
+    Ops,
+    Parameter,
+    Phase,
+    Span,
+    Touch,
+    Trace,
+)
+from llmem.trace.inplace import InPlace
+
+ScratchFn = Callable[[str, Any, Any, str], list[Scratch]]
+"""(op name, args, outputs, "main" or "autograd") -> what the op's kernel allocates besides."""
+
+
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that remembers its row."""
+
+    __slots__ = ("row", "cdata")
+    row: int
+    cdata: int
+
+
+def _touches_nothing(func: Any) -> bool:
+    """True for views (outputs alias an input, nothing is written) and for profiler marks."""
+    if func.namespace == "profiler":
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the events of the code that runs under it; ``finish`` turns them into a Trace."""
+
+    def __init__(
+        self, devices: frozenset[str] = frozenset({"meta"}), scratch: ScratchFn | None = None
+    ) -> None:
+        """``devices``: the device types whose storages count (a scalar on the host does not)."""
+        super().__init__()
+        self._devices = devices
+        self._scratch = scratch
+        self._scratch_names: dict[Any, str] = {}
+        self._persistent: set[Any] = set()
+        self._in_place = InPlace()
+        self._silent: dict[Any, bool] = {}
+        self._names: dict[str, int] = {}
+        self._func_names: dict[Any, int] = {}
+        self._modules: dict[str, int] = {"": 0}
+        self._live: dict[int, _StorageRef] = {}
+        self._events = 0
+        self._clock = time.perf_counter()
+        # lifetimes
+        self._nbytes: list[int] = []
+        self._birth: list[int] = []
+        self._death: list[int] = []
+        self._birth_op: list[int] = []
+        self._death_op: list[int] = []
+        self._category: list[int] = []
+        self._row_module: list[int] = []
+        self._key: list[int] = []
+        # ops
+        self._op_name: list[int] = []
+        self._op_module: list[int] = []
+        self._op_phase: list[int] = []
+        self._op_step: list[int] = []
+        self._op_tick: list[int] = []
+        self._op_recompute: list[bool] = []
+        # touches, flat: op, row, kind
+        self._touch: list[int] = []
+        # where we are
+        self.phase = Phase.SETUP
+        self.step = 0
+        self._module_stack: list[int] = [0]
+        self._open_spans: list[int] = []
+        self._phase_ticks: list[tuple[int, Phase, int]] = [(0, Phase.SETUP, 0)]
+        self._step_ticks: list[int] = []
+        self._spans: list[Span] = []
+        self._parameters: list[Parameter] = []
+        self._parameter_tensors: list[torch.Tensor] = []
+        self._gradient_ready: dict[tuple[int, int], int] = {}
+        self._head_modules: set[int] = set()
+        self._in_head = False
+        self._sequence_module: dict[int, int] = {}
+        self._sequence_head: set[int] = set()
+        self._optimizer: dict[str, Any] = {}
+        self.assumptions: list[str] = []
+
+    # -- registering what exists before the step ---------------------------------------------
+
+    def add_existing(self, tensor: torch.Tensor, category: Category, module: str = "") -> int:
+        """Give a tensor that already exists a row; returns the row (an old one if it is known)."""
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            return known.row
+        return self._born(storage, category, self._module_id(module), op=-1)
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Register parameters and buffers in the order in which ``Module.to`` moves them."""
+        seen: dict[int, int] = {}
+        names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+        prefixes = {id(m): n for n, m in reversed(list(model.named_modules()))}
+        for module in _apply_order(model):
+            prefix = prefixes[id(module)]
+            for parameter in module._parameters.values():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen[id(parameter)] = len(self._parameters)
+                row = self.add_existing(parameter, Category.PARAMETER, prefix)
+                self._key[row] = len(self._parameters)
+                self._parameters.append(
+                    Parameter(
+                        key=len(self._parameters),
+                        name=names[id(parameter)],
+                        shape=tuple(parameter.shape),
+                        dtype=str(parameter.dtype).removeprefix("torch."),
+                        itemsize=parameter.element_size(),
+                        trainable=parameter.requires_grad,
+                        row=row,
+                    )
+                )
+                self._parameter_tensors.append(parameter)
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    self.add_existing(buffer, Category.BUFFER, prefix)
+
+    # -- the hook ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        silent = self._silent.get(func)
+        if silent is None:
+            silent = self._silent[func] = _touches_nothing(func)
+        if silent:
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
+        module, head, recompute = self._where(node)
+        op = self._start_op(func, module, recompute)
+        acted = self._in_place.act(func, args, node) if node is not None else None
+        if acted is not None:
+            out = acted
+        elif func is _SCALAR and args[0].is_meta:
+            return self._answer(args[0])
+        else:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+
+        self._touch_all(op, args, Touch.READ)
+        category = Category.LOGITS_AND_LOSS if head else self._default_category(node)
+        if isinstance(out, torch.Tensor):
+            self._see(op, out, category, module)
+        elif isinstance(out, (list, tuple)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self._see(op, item, category, module)
+                elif isinstance(item, (list, tuple)):
+                    for inner in item:
+                        if isinstance(inner, torch.Tensor):
+                            self._see(op, inner, category, module)
+        if node is not None:
+            self._in_place.saw(node, out)
+        if self._scratch is not None and (name := self._scratch_names.get(func)) != "":
+            if name is None:
+                name = func.overloadpacket.__name__
+                name = self._scratch_names[func] = name if has_scratch(name) else ""
+            if name:
+                self._add_scratch(name, args, out, op, module)
+        return out
+
+    def _answer(self, tensor: torch.Tensor) -> bool:
+        """The value of a scalar that a model branches on, which meta tensors do not have.
+
+        ``x.all()``, also spelt ``x.sum() == x.numel()``, is True and ``x.any()`` False: masks are
+        full, positions run on. Any other question fails as it does without a recorder.
+        """
+        ref = self._live.get(tensor.untyped_storage()._cdata)
+        op = self._birth_op[ref.row] if ref is not None else -1
+        question = self._made_by(op)
+        if question == "eq" and "sum" in self._inputs_made_by(op):
+            question = "all"
+        if question not in ("all", "any"):
+            return _SCALAR(tensor)  # type: ignore[no-any-return]
+        answer = question == "all"
+        where = self.current_module() or "the model"
+        said = "yes" if answer else "no"
+        self.note(f"{where} asks whether {question}() of a mask holds: assumed {said}")
+        return answer
+
+    def _made_by(self, op: int) -> str:
+        return list(self._names)[self._op_name[op]] if op >= 0 else ""
+
+    def _inputs_made_by(self, op: int) -> set[str]:
+        """Names of the ops that made what ``op``, a recent one, reads."""
+        names, touch = set(), self._touch
+        for at in range(len(touch) - 3, -1, -3):
+            if touch[at] < op:
+                break
+            if touch[at] == op and touch[at + 2] == Touch.READ:
+                names.add(self._made_by(self._birth_op[touch[at + 1]]))
+        return names
+
+    def _where(self, node: Any) -> tuple[int, bool, bool]:
+        """(module, in the LM head or loss, recomputed) of the op about to run."""
+        if node is None:
+            module = self._module_stack[-1]
+            if self.phase is Phase.FORWARD:
+                sequence = torch._C._autograd._get_sequence_nr() - 1
+                self._sequence_module[sequence] = module
+                if self._in_head:
+                    self._sequence_head.add(sequence)
+                return module, self._in_head, False
+            return module, False, False
+        if len(self._module_stack) > 1:  # a module runs inside backward: checkpointing
+            module = self._module_stack[-1]
+            self._sequence_module[torch._C._autograd._get_sequence_nr() - 1] = module
+            return module, False, True
+        sequence = node._sequence_nr()
+        return self._sequence_module.get(sequence, 0), sequence in self._sequence_head, False
+
+    def _default_category(self, node: Any) -> Category:
+        if self.phase is Phase.FORWARD:
+            return Category.ACTIVATION
+        if self.phase is Phase.BACKWARD:
+            inside = len(self._module_stack) > 1
+            return Category.ACTIVATION if inside else Category.ACTIVATION_GRADIENT
+        if self.phase in (Phase.OPTIMIZER, Phase.CLIP):
+            return Category.OPTIMIZER_TEMPORARY
+        if self.phase is Phase.BATCH:
+            return Category.INPUT
+        return Category.OTHER
+
+    def _start_op(self, func: Any, module: int, recompute: bool) -> int:
+        name = self._func_names.get(func)
+        if name is None:
+            name = self._func_names[func] = self._name_id(func.overloadpacket.__name__)
+        op = len(self._op_name)
+        self._op_name.append(name)
+        self._op_module.append(module)
+        self._op_phase.append(self.phase)
+        self._op_step.append(self.step)
+        self._op_tick.append(self._events * TICK)
+        self._op_recompute.append(recompute)
+        return op
+
+    def _touch_all(self, op: int, args: Iterable[Any], kind: Touch) -> None:
+        live, touch = self._live, self._touch
+        for item in args:
+            if isinstance(item, torch.Tensor):
+                ref = live.get(item.untyped_storage()._cdata)
+                if ref is not None:
+                    touch += (op, ref.row, kind)
+            elif isinstance(item, (list, tuple)):
+                self._touch_all(op, item, kind)
+
+    def _see(self, op: int, tensor: torch.Tensor, category: Category, module: int) -> None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            row = known.row
+        elif tensor.device.type in self._devices:
+            row = self._born(storage, category, module, op)
+        else:
+            return
+        self._touch += (op, row, Touch.WRITE)
+
+    # -- births and deaths -----------------------------------------------------------------------
+
+    def _new_row(self, nbytes: int, category: Category, module: int, op: int) -> int:
+        row = len(self._nbytes)
+        self._nbytes.append(nbytes)
+        self._birth.append(self._tick())
+        self._death.append(NEVER)
+        self._birth_op.append(op)
+        self._death_op.append(-1)
+        self._category.append(category)
+        self._row_module.append(module)
+        self._key.append(-1)
+        return row
+
+    def _born(self, storage: Any, category: Category, module: int, op: int) -> int:
+        row = self._new_row(storage.nbytes(), category, module, op)
+        ref = _StorageRef(storage, self._died)
+        ref.row = row
+        ref.cdata = storage._cdata
+        self._live[ref.cdata] = ref
+        return row
+
+    def _died(self, ref: _StorageRef) -> None:
+        row = ref.row
+        self._death[row] = self._tick()
+        self._death_op[row] = len(self._op_name) - 1
+        self._live.pop(ref.cdata, None)
+
+    def _tick(self) -> int:
+        self._events += 1
+        return self._events * TICK
+
+    def _add_scratch(self, name: str, args: Any, out: Any, op: int, module: int) -> None:
+        """Give rows to what the op's kernel allocates below the dispatcher."""
+        assert self._scratch is not None
+        until_return: list[int] = []
+        brief = -1
+        thread = "autograd" if self.phase is Phase.BACKWARD else "main"
+        for piece in self._scratch(name, args, out, thread):
+            if brief >= 0:
+                self._free_row(brief, op)
+                brief = -1
+            if piece.when == PERSISTENT:
+                if piece.key in self._persistent:
+                    continue
+                self._persistent.add(piece.key)
+            row = self._new_row(piece.nbytes, Category.WORKSPACE, module, op)
+            if piece.when == DURING:
+                until_return.append(row)
+            elif piece.when == BRIEF:
+                brief = row
+        for row in ([brief] if brief >= 0 else []) + until_return[::-1]:
+            self._free_row(row, op)
+
+    def _free_row(self, row: int, op: int) -> None:
+        self._death[row] = self._tick()
+        self._death_op[row] = op
+
+    # -- where the program is --------------------------------------------------------------------
+
+    def _name_id(self, name: str) -> int:
+        return self._names.setdefault(name, len(self._names))
+
+    def _module_id(self, name: str) -> int:
+        return self._modules.setdefault(name, len(self._modules))
+
+    def start_step(self, step: int) -> None:
+        self.step = step
+        self._step_ticks.append(self._events * TICK)
+        self._sequence_module.clear()
+        self._sequence_head.clear()
+        self._in_head = False
+
+    @contextmanager
+    def in_phase(self, phase: Phase) -> Iterator[None]:
+        """Everything recorded inside belongs to ``phase``."""
+        before = self.phase
+        self._set_phase(phase)
+        try:
+            yield
+        finally:
+            self._set_phase(before)
+
+    def _set_phase(self, phase: Phase) -> None:
+        self.phase = phase
+        self._phase_ticks.append((self._events * TICK + 1, phase, self.step))
+        if phase is not Phase.FORWARD:
+            self._in_head = False
+
+    def watch_modules(self, model: torch.nn.Module, head: set[str]) -> ExitStack:
+        """Attribute what happens from here on to the modules of ``model``.
+
+        ``head`` names the modules that make logits: from the first call of one until forward
+        ends, everything counts as logits and loss.
+        """
+        ids = {id(m): self._module_id(n) for n, m in reversed(list(model.named_modules()))}
+        self._head_modules = {self._module_id(name) for name in head}
+        original = torch.nn.Module.__call__
+        recorder = self
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            ident = ids.get(id(module))
+            if ident is None:
+                return original(module, *args, **kwargs)
+            recorder._enter_module(ident)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                recorder._exit_module()
+
+        stack = ExitStack()
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+        stack.callback(setattr, torch.nn.Module, "__call__", original)
+        return stack
+
+    def _enter_module(self, module: int) -> None:
+        if module in self._head_modules and self.phase is Phase.FORWARD:
+            self._in_head = True
+        self._module_stack.append(module)
+        self._spans.append(
+            Span(
+                module,
+                self.step,
+                self.phase,
+                self.phase is Phase.BACKWARD,
+                self._events * TICK + 1,
+                -1,
+            )
+        )
+        self._open_spans.append(len(self._spans) - 1)
+
+    def _exit_module(self) -> None:
+        self._module_stack.pop()
+        index = self._open_spans.pop()
+        span = self._spans[index]
+        self._spans[index] = Span(
+            span.module,
+            span.step,
+            span.phase,
+            span.recompute,
+            span.enter,
+            self._events * TICK + 1,
+        )
+
+    def watch_gradients(self) -> ExitStack:
+        """Note when backward has finished accumulating each parameter's gradient."""
+        stack = ExitStack()
+        for parameter, tensor in zip(self._parameters, self._parameter_tensors, strict=True):
+            if not tensor.requires_grad:
+                continue
+
+            def ready(_: torch.Tensor, key: int = parameter.key) -> None:
+                self._gradient_ready[self.step, key] = self._events * TICK + 1
+
+            stack.callback(tensor.register_post_accumulate_grad_hook(ready).remove)
+        return stack
+
+    def label_gradients(self) -> None:
+        """Mark the storages that are now some parameter's ``.grad``."""
+        for parameter, tensor in zip(self._parameters, self._parameter_tensors, strict=True):
+            if tensor.grad is not None:
+                self.label(tensor.grad, Category.GRADIENT, parameter.key)
+
+    def label_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Mark the storages that the optimizer now keeps."""
+        keys = {id(t): p.key for p, t in zip(self._parameters, self._parameter_tensors, strict=True)}
+        elements = nbytes = 0
+        for tensor, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    elements += value.numel()
+                    nbytes += value.numel() * value.element_size()
+                    self.label(value, Category.OPTIMIZER_STATE, keys.get(id(tensor), -1))
+        self._optimizer = {
+            "name": type(optimizer).__name__,
+            "state_elements": elements,
+            "state_bytes": nbytes,
+        }
+
+    def add_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Register the state that an optimizer already has for one parameter."""
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.device.type in self._devices:
+                self.add_existing(value, Category.OPTIMIZER_STATE)
+
+    def after_backward(self) -> None:
+        self.label_gradients()
+
+    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.label_optimizer(optimizer)
+
+    def watch_phases(self, optimizer: torch.optim.Optimizer | None) -> ExitStack:
+        """Recognise backward and the optimizer's step in code that does not announce them."""
+        stack = ExitStack()
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            with self.in_phase(Phase.BACKWARD):
+                original(*args, **kwargs)
+                self.after_backward()
+
+        torch.autograd.backward = backward
+        stack.callback(setattr, torch.autograd, "backward", original)
+        if optimizer is not None:
+
+            def before(*_: Any) -> None:
+                self._set_phase(Phase.OPTIMIZER)
+
+            def after(*_: Any) -> None:
+                self.after_optimizer(optimizer)
+                self._set_phase(Phase.FORWARD)
+
+            stack.callback(optimizer.register_step_pre_hook(before).remove)
+            stack.callback(optimizer.register_step_post_hook(after).remove)
+        return stack
+
+    def note(self, sentence: str) -> None:
+        """Add to what was assumed, once."""
+        if sentence not in self.assumptions:
+            self.assumptions.append(sentence)
+
+    def current_module(self) -> str:
+        """Name of the module that is running ('' outside any)."""
+        return list(self._modules)[self._module_stack[-1]]
+
+    def last_op(self) -> str:
+        """Name of the op recorded last."""
+        return list(self._names)[self._op_name[-1]] if self._op_name else ""
+
+    def label(self, tensor: torch.Tensor, category: Category, key: int = -1) -> None:
+        """Change what a living tensor's storage is for."""
+        ref = self._live.get(tensor.untyped_storage()._cdata)
+        if ref is not None:
+            self._category[ref.row] = category
+            self._key[ref.row] = key
+
+    # -- the result ------------------------------------------------------------------------------
+
+    def finish(self) -> Trace:
+        """The trace of everything recorded so far. Storages that are still alive never die."""
+        self._step_ticks.append(self._events * TICK + TICK - 1)
+        touch = np.array(self._touch, np.int64).reshape(-1, 3)
+        rows = len(self._nbytes)
+        return Trace(
+            ops=Ops(
+                name=np.array(self._op_name, np.int32),
+                module=np.array(self._op_module, np.int32),
+                phase=np.array(self._op_phase, np.int8),
+                step=np.array(self._op_step, np.int16),
+                tick=np.array(self._op_tick, np.int64),
+                recompute=np.array(self._op_recompute, np.bool_),
+            ),
+            lifetimes=Lifetimes(
+                nbytes=np.array(self._nbytes, np.int64),
+                birth=np.array(self._birth, np.int64),
+                death=np.array(self._death, np.int64),
+                birth_op=np.array(self._birth_op, np.int64),
+                death_op=np.array(self._death_op, np.int64),
+                category=np.array(self._category, np.int8),
+                module=np.array(self._row_module, np.int32),
+                stream=np.zeros(rows, np.int32),
+                key=np.array(self._key, np.int32),
+            ),
+            names=list(self._names),
+            modules=list(self._modules),
+            touch_op=touch[:, 0],
+            touch_row=touch[:, 1],
+            touch_kind=touch[:, 2].astype(np.int8),
+            spans=self._spans,
+            parameters=self._parameters,
+            gradient_ready=self._gradient_ready,
+            step_ticks=self._step_ticks,
+            phase_ticks=self._phase_ticks,
+            assumptions=self.assumptions,
+            optimizer=self._optimizer,
+            tracing_seconds=time.perf_counter() - self._clock,
+        )
+
+
+def _apply_order(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Modules in the order of ``Module._apply``: children before their parent."""
+    for child in module.children():
+        yield from _apply_order(child)
+    yield module

@@ -1,0 +1,161 @@
+"""Trace a RunSpec, or anybody's own step."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from llmem.errors import LlmemError
+from llmem.gpu.devices import DeviceProfile, get_device
+from llmem.lifetimes import Phase, Trace
+from llmem.spec import RunSpec
+from llmem.trace.build import Prepared, head_modules, prepare
+from llmem.trace.kernels import kernels_of, scratch_of
+from llmem.trace.optimizers import multi_tensor_ops_on_meta
+from llmem.trace.recorder import Recorder
+
+DEFAULT_GPU = "a100-80gb"
+"""Whose kernels are assumed when no GPU is named."""
+
+STEPS = 2
+"""The first step makes the optimizer's state; the second finds it there."""
+
+
+def trace_spec(spec: RunSpec, *, device: str = "meta", steps: int = STEPS) -> Trace:
+    """Run ``steps`` training steps of ``spec`` and record them.
+
+    ``device`` is ``meta`` (nothing is allocated) or ``cpu`` (the step really runs, for checks).
+    Ranks play no part here: this is the unsharded model on one device.
+    """
+    target = get_device(spec.gpu or DEFAULT_GPU)
+    cuda = target.is_cuda
+    prepared = prepare(spec, device=device, cuda=cuda)
+    recorder = Recorder(
+        devices=frozenset({device} if cuda else {"meta", "cpu"}),
+        scratch=scratch_of(target) if cuda else None,
+    )
+    recorder.assumptions += prepared.assumptions
+    recorder.add_model(prepared.model)
+    with ExitStack() as stack:
+        if device == "meta":
+            stack.enter_context(kernels_of(target, recorder.note, spec.sdpa_backend))
+            stack.enter_context(multi_tensor_ops_on_meta())
+        _run(prepared, recorder, stack, steps)
+    return recorder.finish()
+
+
+def _run(prepared: Prepared, recorder: Recorder, stack: ExitStack, steps: int) -> None:
+    prepared.step.watcher = recorder
+    stack.enter_context(quiet())
+    stack.enter_context(recorder.watch_modules(prepared.model, prepared.head))
+    stack.enter_context(recorder.watch_gradients())
+    stack.enter_context(frees_by_reference_count())
+    try:
+        with recorder:
+            for _ in range(steps):
+                prepared.step()
+    except (NotImplementedError, RuntimeError) as error:
+        raise LlmemError(_untraceable(prepared.model, recorder, error)) from error
+
+
+def _untraceable(model: Any, recorder: Recorder, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    where = recorder.current_module() or type(model).__name__
+    return (
+        f"{type(model).__name__} cannot be traced: in {where}, op {recorder.last_op() or 'none'}: "
+        f"{first.rstrip('.')}; give the op a meta kernel (torch.library.register_fake) or trace "
+        "another attention or expert implementation"
+    )
+
+
+@contextmanager
+def frees_by_reference_count() -> Iterator[None]:
+    """Keep the cyclic collector from freeing storages at moments of its own choosing."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings of torch and transformers about what a trace does on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def trace(
+    model_or_step: Any,
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = STEPS,
+    device: str = "meta",
+    gpu: str | DeviceProfile | None = None,
+    **fields: Any,
+) -> Trace:
+    """Trace a model by name (or as a module), or your own ``step()``.
+
+    With a callable step, everything it does on tensors of ``device`` is recorded, ``steps``
+    times over; give ``model`` to have parameters and modules named, ``optimizer`` to have its
+    state recognised. Otherwise ``fields`` are those of RunSpec.
+
+    >>> import torch, llmem
+    >>> layer = torch.nn.Linear(4, 4, device="meta")
+    >>> t = llmem.trace(lambda: layer(torch.empty(2, 4, device="meta")).sum().backward(), model=layer)
+    >>> [p.name for p in t.parameters]
+    ['weight', 'bias']
+    """
+    is_model = isinstance(model_or_step, torch.nn.Module) or not callable(model_or_step)
+    if is_model:
+        from llmem.spec import make_spec
+
+        name = gpu.name if isinstance(gpu, DeviceProfile) else gpu
+        spec = make_spec(model=model_or_step, gpu=name, **fields)
+        return trace_spec(spec, device=device, steps=steps)
+    target = gpu if isinstance(gpu, DeviceProfile) else get_device(gpu or DEFAULT_GPU)
+    return _trace_step(model_or_step, model, optimizer, steps, device, target)
+
+
+def _trace_step(
+    step: Callable[[], Any],
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    steps: int,
+    device: str,
+    target: DeviceProfile,
+) -> Trace:
+    recorder = Recorder(
+        devices=frozenset({device}),
+        scratch=scratch_of(target) if target.is_cuda and device == "meta" else None,
+    )
+    if model is not None:
+        recorder.add_model(model)
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            recorder.add_optimizer_state(state)
+    with ExitStack() as stack:
+        if device == "meta":
+            stack.enter_context(kernels_of(target, recorder.note))
+            stack.enter_context(multi_tensor_ops_on_meta())
+        if model is not None:
+            stack.enter_context(recorder.watch_modules(model, head_modules(model)))
+            stack.enter_context(recorder.watch_gradients())
+        stack.enter_context(recorder.watch_phases(optimizer))
+        stack.enter_context(frees_by_reference_count())
+        with recorder:
+            for number in range(steps):
+                recorder.start_step(number)
+                with recorder.in_phase(Phase.FORWARD):
+                    step()
+    return recorder.finish()

@@ -1,0 +1,97 @@
+"""The training step itself, the same whether it is traced on meta or run for real.
+
+It follows ``transformers.Trainer``: batch to the device, forward with labels, loss, backward,
+gradient clipping, optimizer step; the model's outputs are dropped before backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from llmem.lifetimes import Phase
+
+
+class Watcher(Protocol):
+    """What a step tells whoever watches it."""
+
+    def start_step(self, step: int) -> None: ...
+    def in_phase(self, phase: Phase) -> AbstractContextManager[None]: ...
+    def after_backward(self) -> None: ...
+    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+class NoWatcher:
+    """Runs a step bare."""
+
+    def start_step(self, step: int) -> None:
+        return None
+
+    def in_phase(self, phase: Phase) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after_backward(self) -> None:
+        return None
+
+    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+
+@dataclass
+class TrainingStep:
+    """One optimizer step of fine-tuning, callable any number of times.
+
+    ``make_batch`` returns the keyword arguments of the model, already on its device;
+    ``clip_foreach`` is passed to ``clip_grad_norm_``, whose own choice depends on the device.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    make_batch: Callable[[], dict[str, Any]]
+    max_grad_norm: float = 1.0
+    clip_foreach: bool | None = None
+    accumulation: int = 1
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    watcher: Watcher = field(default_factory=NoWatcher)
+    loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss
+    _count: int = 0
+
+    def __call__(self) -> None:
+        watch = self.watcher
+        watch.start_step(self._count)
+        self._count += 1
+        with watch.in_phase(Phase.ZERO_GRAD):
+            self.optimizer.zero_grad()
+        for _ in range(self.accumulation):
+            self._micro_batch()
+        if self.max_grad_norm:
+            with watch.in_phase(Phase.CLIP):
+                parameters = [p for p in self.model.parameters() if p.requires_grad]
+                torch.nn.utils.clip_grad_norm_(
+                    parameters, self.max_grad_norm, foreach=self.clip_foreach
+                )
+        with watch.in_phase(Phase.OPTIMIZER):
+            self.optimizer.step()
+            watch.after_optimizer(self.optimizer)
+
+    def _micro_batch(self) -> None:
+        watch = self.watcher
+        with watch.in_phase(Phase.BATCH):
+            batch = self.make_batch()
+        with watch.in_phase(Phase.FORWARD):
+            loss = self._loss(batch)
+        del batch
+        with watch.in_phase(Phase.BACKWARD):
+            loss.backward()  # type: ignore[no-untyped-call]
+            watch.after_backward()
+
+    def _loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        with self.forward_context():
+            outputs = self.model(**batch)
+            loss = self.loss_of(outputs)
+        del outputs
+        return loss / self.accumulation if self.accumulation > 1 else loss
