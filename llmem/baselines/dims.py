@@ -60,7 +60,11 @@ def dims_of(model: nn.Module, config: Any) -> TransformerDims:
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, heads = _need(text, HIDDEN), _need(text, HEADS)
-    kv_heads = 1 if getattr(text, "multi_query", False) else _first(text, KV_HEADS) or heads
+    # Falcon's new architecture keeps `multi_query` set but groups its heads.
+    single = getattr(text, "multi_query", False) and not getattr(
+        text, "new_decoder_architecture", False
+    )
+    kv_heads = 1 if single else _first(text, KV_HEADS) or heads
     experts = _first(text, EXPERTS) or 1
     expert_ffn = getattr(text, "moe_intermediate_size", None) if experts > 1 else None
     return TransformerDims(

@@ -11,6 +11,8 @@ this is the variant:
   positions) die after their last forward use; views and in-place results own nothing;
 - the gradient of an output comes with the backward of its last forward user and dies with the backward
   of its producer;
+- with gradient checkpointing a layer's inner outputs die in forward, as its one output stays; that they
+  come back in backward is not counted;
 - every tensor is rounded up to 512 bytes; a constant 64 MiB stands for the allocator's buffer, and the
   CUDA context is added. The optimizer's state, made in the first step, is not counted.
 """
@@ -18,24 +20,27 @@ this is the variant:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmem.baselines.base import MIB, Answer, BaselineInput, cannot
+from llmem.baselines.dims import layer_stack
 
 if TYPE_CHECKING:
-    from torch import fx
+    from torch import fx, nn
 
 ALIGNMENT = 512
 ALLOCATOR_BUFFER = 64 * MIB
 UNMARKED_VIEWS = ("_unsafe_view",)
 """aten ops that return their input's storage although their schema does not say so."""
+MAY_COPY = ("contiguous", "reshape", "flatten", "to", "type_as")
+"""aten ops marked as views that copy where dtype or layout ask for it."""
 
 LEAVES_OUT = [
     "the optimizer's state and its temporaries",
     "mixed precision: one width for weights, gradients and activations",
-    "gradient checkpointing: every output is kept",
+    "what gradient checkpointing recomputes in backward",
     "parallelism: the whole step is on one GPU",
     "kernel workspaces; the allocator is a constant and 512-byte rounding",
 ]
@@ -46,17 +51,21 @@ def estimate(inp: BaselineInput) -> Answer:
     if inp.gpus > 1:
         return cannot("DNNMem knows one GPU only")
     graph = inp.graph if inp.graph is not None else _trace(inp)
-    parts = peak_of(graph, inp.dtype_bytes)
+    layers = _layer_names(inp.model) if inp.gradient_checkpointing else ()
+    parts = peak_of(graph, inp.dtype_bytes, layers)
     parts |= {"allocator_buffer": ALLOCATOR_BUFFER, "m_base": inp.m_base}
     return Answer(bytes=sum(parts.values()), parts=parts, leaves_out=list(LEAVES_OUT))
 
 
-def peak_of(graph: fx.GraphModule, dtype_bytes: int) -> dict[str, int]:
+def peak_of(
+    graph: fx.GraphModule, dtype_bytes: int, checkpointed: Sequence[str] = ()
+) -> dict[str, int]:
     """Bytes by kind at the peak of the walk over ``graph``; floats are ``dtype_bytes`` wide.
 
-    Kinds: ``weights``, ``inputs``, ``weight_gradients``, ``outputs``, ``output_gradients``.
+    Kinds: ``weights``, ``inputs``, ``weight_gradients``, ``outputs``, ``output_gradients``. ``checkpointed`` are
+    the module paths of checkpointed layers, found again in the nodes' ``nn_module_stack``.
     """
-    walk = _Walk(graph, dtype_bytes)
+    walk = _Walk(graph, dtype_bytes, checkpointed)
     walk.forward()
     walk.backward()
     return walk.at_peak
@@ -95,15 +104,19 @@ class _Ledger:
 class _Walk:
     """The forward walk and its reverse over one graph."""
 
-    def __init__(self, graph: fx.GraphModule, dtype_bytes: int) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, dtype_bytes: int, checkpointed: Sequence[str] = ()
+    ) -> None:
         self.module = graph
         self.dtype_bytes = dtype_bytes
+        self.checkpointed = frozenset(checkpointed)
         self.order = _topological(graph.graph)
         self.ops: dict[fx.Node, _Op] = {}
         self.sizes: dict[str, int] = {}
         self.ledger = _Ledger()
         for node in self.order:
             self.ops[node] = self._read(node)
+        self.weights = {k for op in self.ops.values() if op.is_weight for k in op.made}
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -113,52 +126,73 @@ class _Walk:
         """Weights and inputs first, then every op's outputs; drop what no backward will want."""
         for node in self.order:
             if node.op in ("get_attr", "placeholder"):
-                kind = "inputs" if node.op == "placeholder" and not self._weight(node) else "weights"
+                given = node.op == "placeholder" and not self.ops[node].is_weight
                 for key in self.ops[node].made:
-                    self.ledger.add(kind, key, self.sizes[key])
-        keep = {k for op in self.ops.values() if op.differentiable for k in op.made}
-        last_use = {k: n for n in self.order for u in n.all_input_nodes for k in self._of(u)}
-        dying: dict[fx.Node, list[str]] = {}
-        for key, node in last_use.items():
-            dying.setdefault(node, []).append(key)
+                    self.ledger.add("inputs" if given else "weights", key, self.sizes[key])
+        dying = self._dying_in_forward()
         for node in self.order:
             if node.op == "call_function":
                 for key in self.ops[node].made:
                     self.ledger.add("outputs", key, self.sizes[key])
             for key in dying.get(node, ()):
-                if key not in keep:
-                    self.ledger.drop("outputs", key)
+                self.ledger.drop("outputs", key)
 
     def backward(self) -> None:
         """Each op in reverse: gradients of its inputs appear, then its own outputs and theirs go."""
         for node in reversed(self.order):
             op = self.ops[node]
+            if node.op == "output":
+                self._gradients_of(node)
             if node.op != "call_function" or not (op.differentiable and op.made):
                 continue
-            for used in node.all_input_nodes:
-                source = self.ops[used]
-                kind = "weight_gradients" if self._leads_to_weight(used) else "output_gradients"
-                for key in source.storages if source.differentiable else ():
-                    self.ledger.add(kind, key, self.sizes[key])
+            self._gradients_of(node)
             for key in op.made:
                 self.ledger.drop("output_gradients", key)
                 self.ledger.drop("outputs", key)
 
-    def _of(self, node: fx.Node) -> list[str]:
-        return self.ops[node].storages
+    def _gradients_of(self, node: fx.Node) -> None:
+        """Gradients of what ``node`` reads; that of a weight's view is the weight's."""
+        for used in node.all_input_nodes:
+            source = self.ops[used]
+            for key in source.storages if source.differentiable else ():
+                kind = "weight_gradients" if key in self.weights else "output_gradients"
+                self.ledger.add(kind, key, self.sizes[key])
 
-    def _weight(self, node: fx.Node) -> bool:
-        return self.ops[node].is_weight
+    def _dying_in_forward(self) -> dict[fx.Node, list[str]]:
+        """Per node, the storages that nothing after it needs, forward or backward."""
+        layers = {node: self._layer(node) for node in self.order}
+        uses: dict[str, list[fx.Node]] = {}
+        for node in self.order:
+            for used in node.all_input_nodes:
+                for key in self.ops[used].storages:
+                    uses.setdefault(key, []).append(node)
+        dying: dict[fx.Node, list[str]] = {}
+        for node, op in self.ops.items():
+            layer = layers[node]
+            for key in op.made if node.op == "call_function" else ():
+                users = uses.get(key, [node])
+                inner = layer is not None and all(layers[user] == layer for user in users)
+                if inner or not op.differentiable:
+                    dying.setdefault(users[-1], []).append(key)
+        return dying
 
-    def _leads_to_weight(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a weight or a view of one (a transposed matrix)."""
-        weights = {k for op in self.ops.values() if op.is_weight for k in op.made}
-        return any(key in weights for key in self._of(node))
+    def _layer(self, node: fx.Node) -> str | None:
+        """The checkpointed layer that the op belongs to; traced paths may have a prefix."""
+        for path, _ in node.meta.get("nn_module_stack", {}).values() if self.checkpointed else ():
+            while path not in self.checkpointed and "." in path:
+                path = path.split(".", 1)[1]
+            if path in self.checkpointed:
+                return str(path)
+        return None
 
     def _read(self, node: fx.Node) -> _Op:
-        if node.op == "get_attr" or node.op == "placeholder":
-            made = self._make(node)
-            trains = self._trains(node)
+        if node.op in ("get_attr", "placeholder"):
+            value = self._attribute(node) if node.op == "get_attr" else None
+            # A tied weight is one tensor under two names.
+            made = self._make(node, f"tensor {id(value)}" if value is not None else node.name)
+            trains = bool(getattr(value, "requires_grad", False)) or any(
+                getattr(t, "requires_grad", False) for t in _tensors(node)
+            )
             return _Op(made, made, differentiable=trains, is_weight=trains)
         if node.op != "call_function":
             return _Op([], [])
@@ -173,13 +207,13 @@ class _Walk:
             return _Op(shared, [], passes)
         if _is_view(node):
             return _Op(inputs[0].storages[:1], [], passes)
-        made = self._make(node)
+        made = self._make(node, node.name)
         return _Op(made, made, passes)
 
-    def _make(self, node: fx.Node) -> list[str]:
+    def _make(self, node: fx.Node, name: str) -> list[str]:
         keys = []
         for index, tensor in enumerate(_tensors(node)):
-            key = f"{node.name}.{index}"
+            key = f"{name}.{index}"
             self.sizes[key] = self._aligned(tensor)
             keys.append(key)
         return keys
@@ -191,13 +225,11 @@ class _Walk:
         nbytes = tensor.shape.numel() * width
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    def _trains(self, node: fx.Node) -> bool:
-        if node.op == "get_attr":
-            value: Any = self.module
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            return bool(getattr(value, "requires_grad", False))
-        return any(getattr(t, "requires_grad", False) for t in _tensors(node))
+    def _attribute(self, node: fx.Node) -> Any:
+        value: Any = self.module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return value
 
 
 def _topological(graph: fx.Graph) -> list[fx.Node]:
@@ -223,9 +255,12 @@ def _tensors(node: fx.Node) -> Iterator[Any]:
 def _is_view(node: fx.Node) -> bool:
     """Whether the op's result lies in the storage of its first tensor argument."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if schema is None or not node.all_input_nodes:
         return False
     name = schema.name.split("::")[-1]
+    source, result = (next(_tensors(n), None) for n in (node.all_input_nodes[0], node))
+    if name in MAY_COPY and source is not None and result is not None:
+        return bool(source.dtype == result.dtype and source.is_contiguous())
     return name in UNMARKED_VIEWS or any(r.alias_info is not None for r in schema.returns)
 
 
@@ -234,6 +269,11 @@ def _passes_gradient(node: fx.Node) -> bool:
     return not detached and any(
         t is not None and t.dtype.is_floating_point for t in _tensors(node)
     )
+
+
+def _layer_names(model: nn.Module) -> list[str]:
+    layers = set(layer_stack(model))
+    return [name for name, module in model.named_modules() if module in layers]
 
 
 def _trace(inp: BaselineInput) -> fx.GraphModule:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmem.baselines.dims import layer_stack
+from llmem.baselines.dims import dims_of, layer_stack
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,10 +71,16 @@ def cannot_express(model: Any, config: Any) -> str | None:
     """Why neither the equations nor the code apply to this model, or None."""
     if getattr(config, "is_encoder_decoder", False):
         return "LLMem covers decoder-only models"
+    if hasattr(model, "peft_config"):
+        return "LLMem covers full fine-tuning only"
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return "LLMem needs an input embedding and a language-model head"
     if not layer_stack(model):
         return "no stack of transformer layers was found"
+    try:
+        dims_of(model, config)
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -1,0 +1,168 @@
+"""The command line: parses and prints, computes nothing.
+
+Everything heavy is imported inside the commands, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmem import __version__
+from llmem.errors import LlmemError
+from llmem.options import run_options, spec_fields
+
+json_option = click.option(
+    "--json", "json_out", metavar="PATH|-", help="Write JSON; '-' prints it and nothing else."
+)
+
+
+class _Group(click.Group):
+    """Turns LlmemError into one line on standard error and exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LlmemError as error:
+            click.echo(f"llmem: {error}", err=True)
+            ctx.exit(2)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="llmem")
+def main() -> None:
+    """How much memory every GPU of an LLM fine-tuning run will use, before it is started."""
+
+
+@main.command()
+@click.argument("model")
+@run_options
+@json_option
+@click.option("--html", "html_out", metavar="PATH", help="Write a page with the timeline.")
+@click.option("--snapshot", metavar="PATH", help="Write a pickle for pytorch.org/memory_viz.")
+@click.option("--explain", is_flag=True, help="List the largest storages alive at the peak.")
+@click.option("--top", type=click.IntRange(1), default=12, help="How many --explain lists.")
+def estimate(model: str, **options: Any) -> None:
+    """Predict the memory of one run: peak, when, and because of what.
+
+    MODEL is a preset (see `llmem models`), a Hub id, a folder or a config.json.
+    """
+    fields = spec_fields(model, options)
+    from llmem.progress import working
+
+    with working(f"Tracing {model}", quiet=options["json_out"] == "-"):
+        from llmem.estimate import estimate as run
+
+        result = run(**fields)
+    if options["html_out"]:
+        from llmem.report.html import write_page
+
+        write_page(result, Path(options["html_out"]))
+    if options["snapshot"]:
+        from llmem.interop.snapshot import write_memory_viz
+
+        write_memory_viz(result, Path(options["snapshot"]))
+    document = result.to_json()
+    if options["explain"]:
+        from llmem.explain import largest_at_peak
+
+        held = largest_at_peak(result.worst, options["top"])
+        document["explain"] = [item.to_json() for item in held]
+    if _write_json(document, options["json_out"]):
+        return
+    from llmem.report.text import print_estimate, print_explanation
+
+    print_estimate(result)
+    if options["explain"]:
+        print_explanation(held)
+
+
+@main.command()
+@json_option
+def models(json_out: str | None) -> None:
+    """Models known by name."""
+    from llmem.models.presets import list_presets
+
+    presets = list_presets()
+    document = [
+        {"name": p.name, "hub_id": p.hub_id, "parameters": p.parameters or p.parameters_rounded}
+        for p in presets
+    ]
+    if _write_json(document, json_out):
+        return
+    for entry in document:
+        count = entry["parameters"]
+        size = f"{count:,}" if isinstance(count, int) else str(count)
+        click.echo(f"{entry['name']:32} {size:>18}  {entry['hub_id']}")
+
+
+@main.command()
+@json_option
+def gpus(json_out: str | None) -> None:
+    """GPUs known by name: capacity and what sits outside the allocator."""
+    from llmem.gpu.devices import list_devices
+
+    devices = [d for d in list_devices() if d.is_cuda]
+    document = [
+        {
+            "name": d.name,
+            "capacity": d.capacity,
+            "compute_capability": ".".join(map(str, d.compute_capability)),
+            "context": d.context.value,
+            "library_handles": d.handles.value,
+        }
+        for d in devices
+    ]
+    if _write_json(document, json_out):
+        return
+    click.echo(f"{'name':18} {'capacity':>12} {'sm':>5} {'context':>9} {'libraries':>10}")
+    for d in devices:
+        major, minor = d.compute_capability
+        click.echo(
+            f"{d.name:18} {d.capacity / 2**30:8.2f} GiB {major}.{minor:<3} "
+            f"{d.context.value / 2**20:5.0f} MiB {d.handles.value / 2**20:6.0f} MiB"
+        )
+
+
+@main.command()
+@click.argument("log", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--alloc-conf", metavar="CONF", help="What PYTORCH_ALLOC_CONF was set to.")
+@json_option
+def replay(log: Path, alloc_conf: str | None, json_out: str | None) -> None:
+    """Run a CUDA allocator history through the allocator model.
+
+    LOG is an event CSV (may be .gz) or a torch memory snapshot pickle.
+    """
+    from llmem.gpu.alloc_conf import AllocConf
+    from llmem.gpu.replay import replay_log
+
+    conf = AllocConf.parse(alloc_conf) if alloc_conf else None
+    report = replay_log(log, conf)
+    if _write_json(report.to_json(), json_out):
+        return
+    from llmem.report.text import print_replay
+
+    print_replay(report)
+
+
+def _write_json(document: Any, where: str | None) -> bool:
+    """Write ``document``; True if it went to standard output, which then holds nothing else."""
+    if where is None:
+        return False
+    text = json.dumps(document, indent=2)
+    if where == "-":
+        click.echo(text)
+        return True
+    try:
+        Path(where).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LlmemError(f"cannot write {where}: {error.strerror}; choose another --json") from None
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Print an estimate in a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from llmem.estimate import Estimate, Levels, Rank
+from llmem.explain import Held
+from llmem.lifetimes import Phase
+
+GIB = 2**30
+MIB = 2**20
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: GiB from one GiB on, else MiB, powers of two.
+
+    >>> size(3 * 2**30), size(5 * 2**20)
+    ('3.00 GiB', '5.0 MiB')
+    """
+    return f"{nbytes / GIB:,.2f} GiB" if abs(nbytes) >= GIB else f"{nbytes / MIB:,.1f} MiB"
+
+
+def print_estimate(result: Estimate, console: Console | None = None) -> None:
+    """The whole report: levels, place, breakdown, steps, timeline, assumptions, fit."""
+    console = console or Console(highlight=False)
+    worst = result.worst
+    console.print(_headline(result))
+    console.print(_levels_table(worst))
+    console.print(_place(worst))
+    console.print(_breakdown_table(worst))
+    if len(result.ranks) > 1:
+        console.print(_ranks_table(result))
+    console.print(_outside(result))
+    _draw(worst, console)
+    console.print("[bold]Assumed[/bold]")
+    for note in result.assumptions:
+        console.print(f"  · {escape(note)}")
+    low, high = result.interval
+    console.print(f"\nnvidia-smi between {size(low)} and {size(high)}")
+    if result.fit is not None:
+        colour = "green" if result.fit.fits else "red"
+        console.print(f"[bold {colour}]{escape(result.fit.sentence)}[/bold {colour}]")
+    else:
+        console.print("Give --gpu NAME to hear whether it fits.")
+
+
+def _headline(result: Estimate) -> str:
+    spec = result.spec
+    who = f", worst of {spec.gpus} ranks: {result.worst.rank}" if spec.gpus > 1 else ""
+    return (
+        f"\n[bold]{escape(str(spec.model))}[/bold]  {spec.method}, batch "
+        f"{spec.per_device_train_batch_size} x {spec.seq_length} tokens{who}"
+    )
+
+
+def _levels_table(rank: Rank) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("peak")
+    for name in ("first step", "steady state", "overall"):
+        table.add_column(name, justify="right")
+    table.add_column("what it is")
+    meanings = {
+        "requested": "bytes the ops asked for",
+        "allocated": "torch.cuda.max_memory_allocated",
+        "reserved": "torch.cuda.max_memory_reserved",
+        "device": "nvidia-smi",
+    }
+    for level, meaning in meanings.items():
+        values = (getattr(item, level) for item in (rank.first, rank.steady, rank.peak))
+        table.add_row(level, *(size(value) for value in values), f"[dim]{meaning}[/dim]")
+    return table
+
+
+def _place(rank: Rank) -> str:
+    at = rank.peak_at
+    where = f" of {at.module}" if at.module else ""
+    step = "first step" if at.step == 0 else f"step {at.step + 1}"
+    return escape(f"\nPeak in {at.phase}{where}, op {at.op or 'none'}, {step}\n")
+
+
+def _breakdown_table(rank: Rank) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("at the peak")
+    table.add_column("allocated", justify="right")
+    table.add_column("share", justify="right")
+    total = max(rank.peak.allocated, 1)
+    for name, nbytes in rank.breakdown.items():
+        if nbytes:
+            table.add_row(LABELS.get(name, name), size(nbytes), f"{nbytes / total:.1%}")
+    table.add_row("[bold]total[/bold]", f"[bold]{size(rank.peak.allocated)}[/bold]", "")
+    return table
+
+
+LABELS = {
+    "optimizer_states": "optimizer states",
+    "activations": "activations (body)",
+    "logits_and_loss": "LM head: logits, loss",
+    "other": "other (inputs, buffers, optimizer temporaries)",
+}
+
+
+def _ranks_table(result: Estimate) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank")
+    for level in vars(result.worst.peak):
+        table.add_column(level, justify="right")
+    table.add_column("peak in")
+    for rank in result.ranks:
+        levels: Levels = rank.peak
+        table.add_row(
+            str(rank.rank),
+            *(size(value) for value in vars(levels).values()),
+            escape(f"{rank.peak_at.phase} {rank.peak_at.module}"),
+        )
+    return table
+
+
+def _outside(result: Estimate) -> str:
+    parts = [f"{name.replace('_', ' ')} {size(n)}" for name, n in result.outside.items() if n]
+    return f"\nOutside the allocator: {', '.join(parts)}" if parts else ""
+
+
+def _draw(rank: Rank, console: Console, height: int = 14) -> None:
+    """Allocated and reserved bytes over the events of the last two steps."""
+    import plotext
+
+    start = rank.timeline.span(rank.table.trace.step_ticks[0], 2**62)[0]
+    width = min(console.width, 110)
+    points = 2 * width
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, height)
+    curves = {"reserved": "dot", "allocated": "braille"}
+    for name, marker in curves.items():
+        curve = _squeeze(getattr(rank.timeline, name)[start:], points)
+        plotext.plot(list(curve / GIB), label=name, marker=marker)
+    plotext.xticks(*_phase_ticks(rank, start, points))
+    plotext.ylim(0, None)
+    plotext.title("GiB over the first and the following step")
+    console.print(plotext.uncolorize(plotext.build()), markup=False, soft_wrap=True)
+
+
+def _squeeze(curve: Any, points: int) -> Any:
+    """The maximum of each of ``points`` equal stretches, so that no peak is lost."""
+    if len(curve) <= points:
+        return curve
+    edges = np.linspace(0, len(curve), points + 1).astype(int)
+    return np.maximum.reduceat(curve, edges[:-1])
+
+
+def _phase_ticks(rank: Rank, start: int, points: int) -> tuple[list[float], list[str]]:
+    total = len(rank.timeline.events) - start
+    scale = min(points, total) / max(total, 1)
+    shown = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
+    ticks, labels = [], []
+    for tick, phase, _ in rank.table.trace.phase_ticks:
+        if phase in shown:
+            ticks.append((rank.timeline.span(tick, tick)[0] - start) * scale)
+            labels.append(shown[phase])
+    return ticks, labels
+
+
+def print_explanation(held: list[Held], console: Console | None = None) -> None:
+    """The largest storages alive at the peak."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, pad_edge=False, title="Largest storages alive at the peak")
+    for name in ("size", "kind", "made by", "module", "kept for", "freed by"):
+        table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
+    for item in held:
+        table.add_row(
+            size(item.nbytes),
+            *(
+                escape(text)
+                for text in (item.kind, item.made_by, item.module, item.waits_for, item.freed_by)
+            ),
+        )
+    console.print(table)
+
+
+def print_replay(report: Any, console: Console | None = None) -> None:
+    """Real against replayed, and the first difference."""
+    console = console or Console(highlight=False)
+    document = report.to_json()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("real", justify="right")
+    table.add_column("replayed", justify="right")
+    for name, unit in (("reserved", size), ("allocated_peak", size), ("segments", str)):
+        real, replayed = document[f"{name}_real"], document[f"{name}_replayed"]
+        table.add_row(name.replace("_", " "), unit(real), unit(replayed))
+    console.print(table)
+    difference = document["first_difference"]
+    console.print(
+        "no difference" if difference is None else escape(f"first difference: {difference}")
+    )
+    for note in document.get("notes", []):
+        console.print(f"  · {escape(str(note))}")
