@@ -9,7 +9,7 @@ from llmem.errors import LlmemError
 from llmem.gpu.alloc_conf import AllocConf
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.lifetimes import Trace
-from llmem.parallel import RankTable, ranks_of
+from llmem.parallel import RankTable, compute_dtype, ranks_of
 from llmem.spec import RunSpec, make_spec
 from llmem.timeline import PeakAt, Timeline, locate, replay
 from llmem.trace.run import DEFAULT_GPU, trace_spec
@@ -86,7 +86,7 @@ class Estimate:
             "peak": worst.peak.to_json(),
             "ranks": [
                 {
-                    "rank": rank.rank,
+                    "rank": number,
                     "peak": rank.peak.to_json(),
                     "peak_at": {
                         "phase": rank.peak_at.phase,
@@ -98,6 +98,7 @@ class Estimate:
                     "steps": {"first": rank.first.to_json(), "steady": rank.steady.to_json()},
                 }
                 for rank in self.ranks
+                for number in rank.table.ranks
             ],
             "steps": {"first": worst.first.to_json(), "steady": worst.steady.to_json()},
             "optimizer": self.optimizer,
@@ -120,7 +121,7 @@ def estimate(spec: RunSpec | None = None, **fields: Any) -> Estimate:
     spec = spec if spec is not None else make_spec(**fields)
     device = get_device(spec.gpu or DEFAULT_GPU)
     conf = AllocConf.parse(spec.alloc_conf)
-    trace = trace_spec(spec)
+    trace = trace_spec(spec, compute_dtype=compute_dtype(spec))
     tables = ranks_of(trace, spec)
     outside = outside_allocator(device, spec)
     ranks = [_measure(table, trace, device, conf, sum(outside.values())) for table in tables]

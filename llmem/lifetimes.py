@@ -260,6 +260,10 @@ class Trace:
     phase_ticks: list[tuple[int, Phase, int]] = field(default_factory=list)
     """(tick, phase, step) at each change of phase."""
     assumptions: list[str] = field(default_factory=list)
+    masters: dict[int, str] = field(default_factory=dict)
+    """Parameter key -> the dtype in which an engine keeps it between uses."""
+    wrapped: list[str] = field(default_factory=list)
+    """Names of the blocks that engines shard as one (the model's ``_no_split_modules``)."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, state_elements and state_bytes (host scalars included), after the last step."""
     tracing_seconds: float = 0.0

@@ -144,5 +144,6 @@ def locate(timeline: Timeline, trace: Trace, index: int) -> PeakAt:
         op = trace.op_at(tick)
     module = trace.modules[int(timeline.lifetimes.module[row])]
     if op >= 0:
+        phase, step = Phase(int(trace.ops.phase[op])), int(trace.ops.step[op])
         module = trace.modules[int(trace.ops.module[op])] or module
-    return PeakAt(Phase(phase).label, module, trace.op_name(op), step, index, tick)
+    return PeakAt(phase.label, module, trace.op_name(op), step, index, tick)

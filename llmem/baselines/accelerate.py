@@ -1,8 +1,8 @@
 """`accelerate`: the "Training using Adam" column of `accelerate estimate-memory`.
 
-Source: `estimate_training_usage` and `gather_data` in accelerate/commands/estimate.py (accelerate 1.15.0). The
-column prints the largest of the components model, gradients, optimizer and step, not their sum. It
-loads the base model, without the language-model head, in fp32, buffers included.
+Source: `estimate_training_usage` and `gather_data` in accelerate/commands/estimate.py (accelerate
+1.15.0). The column prints the largest of the components model, gradients, optimizer and step, not
+their sum. It loads the base model, without the language-model head, in fp32, buffers included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def estimate(inp: BaselineInput) -> Answer:
 
 
 def components(fp32: int, *, half: bool) -> dict[str, int]:
-    """The four components, bytes, for a model of ``fp32`` bytes; ``half`` is float16 or bfloat16."""
+    """The four components, bytes, for a model of ``fp32`` bytes; ``half`` is float16 or
+    bfloat16."""
     if not half:
         return {"model": fp32, "gradients": fp32, "optimizer": 2 * fp32, "step": 4 * fp32}
     return {"model": fp32, "gradients": fp32 + fp32 // 2, "optimizer": 2 * fp32, "step": 2 * fp32}

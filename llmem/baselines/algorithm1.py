@@ -1,9 +1,9 @@
 """LLMem's Algorithm 1: which of four distributed methods to fine-tune with.
 
 Source: Kim et al., IJCAI 2024, "Distributed Fine-Tuning Method Decision" (it is not in the released
-code). For each method it finds the largest batch that fits, and scores it by the samples that one step
-processes. Plain data parallelism has a bonus of 1.5, because ZeRO-3 moves 1.5 times its data. There is
-no other model of speed. If nothing fits, the answer is to offload to the CPU.
+code). For each method it finds the largest batch that fits, and scores it by the samples that one
+step processes. Plain data parallelism has a bonus of 1.5, because ZeRO-3 moves 1.5 times its data.
+There is no other model of speed. If nothing fits, the answer is to offload to the CPU.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def algorithm1(
 ) -> Decision:
     """Decide by ``peak(method, batch)``, bytes per GPU, against ``capacity`` bytes per GPU.
 
-    ``tp`` is the tensor-parallel degree of ``DP+TP``, which exists only where ``gpus`` is a multiple of it
-    with at least two replicas; on one GPU only ``CDP`` exists. ``peak`` must not fall as the batch grows.
+    ``tp`` is the tensor-parallel degree of ``DP+TP``, which exists only where ``gpus`` is a
+    multiple of it with at least two replicas; on one GPU only ``CDP`` exists. ``peak`` must not
+    fall as the batch grows.
     """
     scores = []
     for method in METHODS:
@@ -57,8 +58,8 @@ def algorithm1(
 def largest_batch(fits: Callable[[int], bool]) -> int:
     """The largest batch for which ``fits`` holds, 0 if none.
 
-    The paper counts up from 1; doubling and then halving the gap gives the same answer for a peak that
-    grows with the batch, in logarithmically many questions.
+    The paper counts up from 1; doubling and then halving the gap gives the same answer for a peak
+    that grows with the batch, in logarithmically many questions.
     """
     if not fits(1):
         return 0

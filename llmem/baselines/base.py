@@ -23,8 +23,8 @@ CUDA_CONTEXT_BYTES = 426 * MIB
 """A CUDA context: 426 MiB, RTX 6000 Ada, torch 2.10 + cu130 (unslothai/unsloth-zoo#1053)."""
 
 NCCL_BYTES = 440 * MIB
-"""NCCL communicators of one process: nvidia-smi minus reserved was 866 MiB for a 4-GPU data-parallel
-Megatron GPT-345M run on A800; the context above is taken off."""
+"""NCCL communicators of one process: nvidia-smi minus reserved was 866 MiB for a 4-GPU
+data-parallel Megatron GPT-345M run on A800; the context above is taken off."""
 
 MODULES = {
     "llmem-paper": "llmem_paper",
@@ -45,15 +45,16 @@ NAMES = tuple(MODULES)
 class BaselineInput:
     """One training run, as the baselines see it.
 
-    ``model`` is a Hugging Face model on the meta device and ``config`` its config; ``name`` is what the
-    user called it (LLMem's code looks into it). ``batch`` is sequences per GPU, ``seq`` tokens per
-    sequence, ``gpus`` all GPUs, of which ``tp`` (``pp``) share one replica by tensors (by layers).
-    ``zero`` is ``none|ddp|zero1|zero2|zero3|fsdp|fsdp2|gemini`` or None where nothing was said.
-    ``dtype_bytes`` is the width of the parameters as loaded; ``mixed`` says that compute is 16-bit
-    beside 32-bit masters. ``sp`` is Megatron's sequence parallelism; ``offload`` is
-    ``none|optimizer|all``. ``base_bytes`` is the memory a process holds before the model's own tensors
-    (CUDA context, NCCL), measured; None means that it is modelled. ``graph`` is the forward pass as an
-    aten fx graph, for the baselines that walk one; None means that it is traced when needed.
+    ``model`` is a Hugging Face model on the meta device and ``config`` its config; ``name`` is what
+    the user called it (LLMem's code looks into it). ``batch`` is sequences per GPU, ``seq`` tokens
+    per sequence, ``gpus`` all GPUs, of which ``tp`` (``pp``) share one replica by tensors (by
+    layers). ``zero`` is ``none|ddp|zero1|zero2|zero3|fsdp|fsdp2|gemini`` or None where nothing was
+    said. ``dtype_bytes`` is the width of the parameters as loaded; ``mixed`` says that compute is
+    16-bit beside 32-bit masters. ``sp`` is Megatron's sequence parallelism; ``offload`` is
+    ``none|optimizer|all``. ``base_bytes`` is the memory a process holds before the model's own
+    tensors (CUDA context, NCCL), measured; None means that it is modelled. ``graph`` is the forward
+    pass as an aten fx graph, for the baselines that walk one; None means that it is traced when
+    needed.
     """
 
     model: nn.Module
@@ -81,7 +82,8 @@ class BaselineInput:
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage whose sharding ``zero`` amounts to; FSDP and Gemini shard as ZeRO-3 does."""
+        """The ZeRO stage whose sharding ``zero`` amounts to; FSDP and Gemini shard as ZeRO-3
+        does."""
         stages = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "fsdp2": 3, "gemini": 3}
         return stages.get(self.zero or "none", 0)
 
@@ -107,8 +109,8 @@ class Answer:
 class BaselineResult:
     """A baseline's answer with the seconds that it took.
 
-    ``bytes`` is None exactly when ``why_not`` says why. ``parts`` are bytes, except keys that end in
-    ``_elements``. ``leaves_out`` names what the baseline does not count or gets wrong by design.
+    ``bytes`` is None exactly when ``why_not`` says why. ``parts`` are bytes, except keys that end
+    in ``_elements``. ``leaves_out`` names what the baseline does not count or gets wrong by design.
     """
 
     bytes: int | None

@@ -1,8 +1,8 @@
 """`deepspeed`: DeepSpeed's own estimate of model states under ZeRO-2 and ZeRO-3.
 
 Source: `estimate_zero2_model_states_mem_needs` (deepspeed/runtime/zero/stage_1_and_2.py) and
-`estimate_zero3_model_states_mem_needs` (stage3.py), DeepSpeed 0.16.9. Older releases said
-4P + 16P/n instead of 2P + 18P/n for ZeRO-2. P is the number of parameters, shared ones once; 18 bytes
+`estimate_zero3_model_states_mem_needs` (stage3.py), DeepSpeed 0.16.9. Older releases said 4P +
+16P/n instead of 2P + 18P/n for ZeRO-2. P is the number of parameters, shared ones once; 18 bytes
 are a 16-bit gradient, an fp32 gradient, an fp32 master, Adam's two fp32 moments — and under ZeRO-3
 16-bit parameters in place of the 16-bit gradient.
 """
@@ -34,7 +34,8 @@ def estimate(inp: BaselineInput) -> Answer:
 
 
 def zero2(params: int, gpus: int, offload: str = "none") -> dict[str, int]:
-    """Bytes per GPU under ZeRO-2: all 16-bit parameters, and 1/n of the rest unless it is offloaded."""
+    """Bytes per GPU under ZeRO-2: all 16-bit parameters, and 1/n of the rest unless it is
+    offloaded."""
     sharded = 0 if offload != "none" else int(SHARDED_BYTES * params / gpus)
     return {"parameters": 2 * params, "sharded_states": sharded}
 

@@ -91,5 +91,5 @@ def layer_stack(model: nn.Module) -> list[nn.Module]:
     """The transformer layers: the children of the model's longest ``ModuleList``, in order."""
     from torch import nn
 
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=len, default=nn.ModuleList()))
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])

@@ -1,24 +1,25 @@
 """`dnnmem`: an estimator after DNNMem.
 
-Source: Gao et al., "Estimating GPU Memory Consumption of Deep Learning Models", ESEC/FSE 2020
-(doi 10.1145/3368089.3417050). No reference implementation is public and reimplementations differ, so
+Source: Gao et al., "Estimating GPU Memory Consumption of Deep Learning Models", ESEC/FSE 2020 (doi
+10.1145/3368089.3417050). No reference implementation is public and reimplementations differ, so
 this is the variant:
 
 - the forward aten graph is walked in topological order; backward is that walk reversed;
-- weights are there from the start; a weight's gradient comes with the first backward op that needs it
-  and stays; one element width for all floating-point tensors (uniform precision);
+- weights are there from the start; a weight's gradient comes with the first backward op that needs
+  it and stays; one element width for all floating-point tensors (uniform precision);
 - an op that leads to a weight keeps its outputs until its own backward; other outputs (masks,
   positions) die after their last forward use; views and in-place results own nothing;
-- the gradient of an output comes with the backward of its last forward user and dies with the backward
-  of its producer;
-- with gradient checkpointing a layer's inner outputs die in forward, as its one output stays; that they
-  come back in backward is not counted;
-- every tensor is rounded up to 512 bytes; a constant 64 MiB stands for the allocator's buffer, and the
-  CUDA context is added. The optimizer's state, made in the first step, is not counted.
+- the gradient of an output comes with the backward of its last forward user and dies with the
+  backward of its producer;
+- with gradient checkpointing a layer's inner outputs die in forward, as its one output stays; that
+  they come back in backward is not counted;
+- every tensor is rounded up to 512 bytes; a constant 64 MiB stands for the allocator's buffer, and
+  the CUDA context is added. The optimizer's state, made in the first step, is not counted.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +63,9 @@ def peak_of(
 ) -> dict[str, int]:
     """Bytes by kind at the peak of the walk over ``graph``; floats are ``dtype_bytes`` wide.
 
-    Kinds: ``weights``, ``inputs``, ``weight_gradients``, ``outputs``, ``output_gradients``. ``checkpointed`` are
-    the module paths of checkpointed layers, found again in the nodes' ``nn_module_stack``.
+    Kinds: ``weights``, ``inputs``, ``weight_gradients``, ``outputs``, ``output_gradients``.
+    ``checkpointed`` are the module paths of checkpointed layers, found again in the nodes'
+    ``nn_module_stack``.
     """
     walk = _Walk(graph, dtype_bytes, checkpointed)
     walk.forward()
@@ -73,7 +75,8 @@ def peak_of(
 
 @dataclass
 class _Op:
-    """A graph node: the storages its outputs lie in, those it made, and whether a gradient passes."""
+    """A graph node: the storages its outputs lie in, those it made, and whether a gradient
+    passes."""
 
     storages: list[str]
     made: list[str]
@@ -138,7 +141,8 @@ class _Walk:
                 self.ledger.drop("outputs", key)
 
     def backward(self) -> None:
-        """Each op in reverse: gradients of its inputs appear, then its own outputs and theirs go."""
+        """Each op in reverse: gradients of its inputs appear, then its own outputs and theirs
+        go."""
         for node in reversed(self.order):
             op = self.ops[node]
             if node.op == "output":
@@ -222,7 +226,7 @@ class _Walk:
         if tensor is None:
             return 0
         width = self.dtype_bytes if tensor.dtype.is_floating_point else tensor.dtype.itemsize
-        nbytes = tensor.shape.numel() * width
+        nbytes = math.prod(tensor.shape) * int(width)
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def _attribute(self, node: fx.Node) -> Any:
@@ -282,4 +286,5 @@ def _trace(inp: BaselineInput) -> fx.GraphModule:
     from llmem.trace.fx import forward_fx
 
     tokens = torch.zeros(inp.batch, inp.seq, dtype=torch.int64, device="meta")
-    return forward_fx(inp.model, {"input_ids": tokens, "labels": tokens})
+    graph: fx.GraphModule = forward_fx(inp.model, {"input_ids": tokens, "labels": tokens})
+    return graph

@@ -1,11 +1,12 @@
 """`eleutherai`: the transformer memory calculator of EleutherAI's cookbook, as it is and repaired.
 
 Source: `calc/calc_transformer_mem.py` of github.com/EleutherAI/cookbook (827ee3b), which cites ZeRO
-(arXiv 1910.02054) for states and Korthikanti et al. (arXiv 2205.05198) for activations. It divides by
-`num_gpus` what tensor and pipeline parallelism have already divided, so that weights are sharded twice
-under ZeRO-3, and leaves gradients and optimizer states whole on TP and PP ranks otherwise; its
-`dp_degree` is computed and never used. `eleutherai-fixed` divides states by TP x PP, then by dp.
-The sizes that its command line asks for are given as a careful user would: from the model's config.
+(arXiv 1910.02054) for states and Korthikanti et al. (arXiv 2205.05198) for activations. It divides
+by `num_gpus` what tensor and pipeline parallelism have already divided, so that weights are sharded
+twice under ZeRO-3, and leaves gradients and optimizer states whole on TP and PP ranks otherwise;
+its `dp_degree` is computed and never used. `eleutherai-fixed` divides states by TP x PP, then by
+dp. The sizes that its command line asks for are given as a careful user would: from the model's
+config.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _answer(inp: BaselineInput, by: Sharding) -> Answer:
 
 
 def parameter_count(d: TransformerDims, seq: int) -> int:
-    """The calculator's parameter formula: two embeddings, ``seq`` positions, attention, MLPs, norms."""
+    """The calculator's parameter formula: two embeddings, ``seq`` positions, attention, MLPs,
+    norms."""
     embedding, positions = 2 * d.vocab * d.hidden, d.hidden * seq
     norms = 8 * d.hidden * d.layers + 2 * d.hidden
     attention = int(2 * (1 + d.kv_heads / d.heads) * d.layers * d.hidden * d.hidden)
@@ -88,7 +90,8 @@ def parameter_count(d: TransformerDims, seq: int) -> int:
 
 
 def optimizer_bytes(optim: str) -> int:
-    """Bytes per parameter: fp32 copy and moments; 8 for SGD with momentum and Muon, else Adam's 12."""
+    """Bytes per parameter: fp32 copy and moments; 8 for SGD with momentum and Muon, else Adam's
+    12."""
     return 8 if optim.startswith(("sgd", "muon")) else 12
 
 
@@ -101,7 +104,8 @@ def communication(inp: BaselineInput, width: int) -> int:
 
 
 def activations(d: TransformerDims, inp: BaselineInput) -> float:
-    """Bytes of all layers' activations, not divided by TP (ZeRO-R's partitioning is off by default)."""
+    """Bytes of all layers' activations, not divided by TP (ZeRO-R's partitioning is off by
+    default)."""
     tokens = inp.seq * inp.batch
     linear = 16 * LOW + 2
     scores = 0.0 if inp.gradient_checkpointing else (2 * LOW + 1) * d.heads * inp.seq / d.hidden

@@ -1,8 +1,8 @@
 """Colossal-AI's Gemini chunks: how big a chunk is, and which parameter lies in which chunk.
 
 Source: `search_chunk_configuration` and `ChunkManager.register_tensor` of Colossal-AI 0.3.0 (commit
-d4fb7bf), as LLMem (github.com/taehokim20/LLMem) uses them. The names there say "mb" and "byte", but the
-search compares with `numel()`: every size here is a number of ELEMENTS.
+d4fb7bf), as LLMem (github.com/taehokim20/LLMem) uses them. The names there say "mb" and "byte", but
+the search compares with `numel()`: every size here is a number of ELEMENTS.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def search_chunk_size(
     """The chunk size, in elements, that wastes least when ``numels`` are packed in order.
 
     ``numels`` are the elements of every parameter of one data-parallel group, in the order of
-    ``model.parameters()``. Parameters above mean + 3 standard deviations (the embedding) do not count.
-    Candidates go from the larger of ``min_chunk`` and the largest counted parameter, rounded up to
-    ``interval``, over ``search_range``, both ends included; the first of the least wasteful wins and is
-    padded to a multiple of ``dp_degree``. A group below ``min_chunk`` is one chunk of its own size.
+    ``model.parameters()``. Parameters above mean + 3 standard deviations (the embedding) do not
+    count. Candidates go from the larger of ``min_chunk`` and the largest counted parameter, rounded
+    up to ``interval``, over ``search_range``, both ends included; the first of the least wasteful
+    wins and is padded to a multiple of ``dp_degree``. A group below ``min_chunk`` is one chunk of
+    its own size.
     """
     total = sum(numels)
     if total < min_chunk:
@@ -70,7 +71,8 @@ def assign_chunks(numels: Sequence[int], chunk_size: int, dp_degree: int = 1) ->
 
 
 def _without_outliers(numels: NDArray[np.int64]) -> NDArray[np.int64]:
-    return numels[numels <= numels.mean() + 3 * numels.std()]
+    kept: NDArray[np.int64] = numels[numels <= numels.mean() + 3 * numels.std()]
+    return kept
 
 
 def _waste(numels: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,10 +1,10 @@
 """`llmem-code`: what LLMem's released code computes, without its GPU.
 
-Source: `size_estimator.py` of github.com/taehokim20/LLMem (HEAD 3d289b4). It differs from the paper:
-every tensor is rounded up to a 2 MiB page, biases are charged like weights, the backward gathers of
-tensor parallelism cover all layers but one, and the chunks are not computed but measured as part of the
-base. There, a live model on a GPU is needed; here the chain of modules is read from shapes, and the
-base (context, NCCL, Gemini's chunks) is modelled unless it is given.
+Source: `size_estimator.py` of github.com/taehokim20/LLMem (HEAD 3d289b4). It differs from the
+paper: every tensor is rounded up to a 2 MiB page, biases are charged like weights, the backward
+gathers of tensor parallelism cover all layers but one, and the chunks are not computed but measured
+as part of the base. There, a live model on a GPU is needed; here the chain of modules is read from
+shapes, and the base (context, NCCL, Gemini's chunks) is modelled unless it is given.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LEAVES_OUT = [
 class Chain:
     """What the code records when it pushes a probe through Embedding and Linear modules.
 
-    ``tables`` are the elements of the charged tensors, the head's last one at the end; ``outputs`` the
-    features of the recorded outputs; ``gathers`` those of the backward all-gathers; ``head`` the
-    features of the output that the code takes for the logits.
+    ``tables`` are the elements of the charged tensors, the head's last one at the end; ``outputs``
+    the features of the recorded outputs; ``gathers`` those of the backward all-gathers; ``head``
+    the features of the output that the code takes for the logits.
     """
 
     tables: tuple[int, ...]
@@ -49,11 +49,13 @@ class Chain:
 
 
 def chain_of(model: Any, config: Any) -> Chain:
-    """The chain, from shapes: embedding output twice, the hidden state at every layer boundary, head.
+    """The chain, from shapes: embedding output twice, the hidden state at every layer boundary,
+    head.
 
-    A model with a `project_out` in front of its head (OPT-350m) has that output as its last one. Where
-    the layers hold no Linear (GPT-2's Conv1D), the code skips the head as it skips the first Linear of
-    every block, and so takes the last layer boundary for the logits; this is repeated here.
+    A model with a `project_out` in front of its head (OPT-350m) has that output as its last one.
+    Where the layers hold no Linear (GPT-2's Conv1D), the code skips the head as it skips the first
+    Linear of every block, and so takes the last layer boundary for the logits; this is repeated
+    here.
     """
     embedding = int(model.get_input_embeddings().weight.shape[1])
     hidden, layers = dims_of(model, config).hidden, layer_stack(model)
@@ -133,7 +135,8 @@ def gathered_bytes(chain: Chain, gpus: int, tp: int) -> int:
 
 
 def optimizer_bytes(chain: Chain, gpus: int) -> int:
-    """Adam's two fp32 moments of every charged tensor but the last, each tensor divided by ``gpus``."""
+    """Adam's two fp32 moments of every charged tensor but the last, each tensor divided by
+    ``gpus``."""
     return sum(2 * page(n * FP32 / gpus) for n in chain.tables[:-1])
 
 
@@ -146,7 +149,8 @@ def head_bytes(chain: Chain, inp: BaselineInput) -> int:
 
 
 def back_bytes(chain: Chain, batch: int, seq: int, tp: int) -> int:
-    """Backward all-gathers of tensor parallelism: one per recorded layer, as if all lived together."""
+    """Backward all-gathers of tensor parallelism: one per recorded layer, as if all lived
+    together."""
     if not tp:
         return 0
     return sum(page(batch * seq * f * FP16 * (tp - 1) / tp) for f in chain.gathers)
@@ -155,8 +159,8 @@ def back_bytes(chain: Chain, batch: int, seq: int, tp: int) -> int:
 def chunks_of(model: nn.Module, gpus: int, tp: int) -> tuple[int, int]:
     """Gemini's chunk size in elements, and the bytes of all chunks on one rank (fp16 and fp32).
 
-    The code measures these bytes as part of its base, so each buffer has the 2 MiB rounding that the
-    allocator gives to large blocks. One rank holds 1/dp of every chunk.
+    The code measures these bytes as part of its base, so each buffer has the 2 MiB rounding that
+    the allocator gives to large blocks. One rank holds 1/dp of every chunk.
     """
     dp = max(1, gpus // tp)
     numels = llmem_layout.local_numels(llmem_layout.parameters(model), tp)

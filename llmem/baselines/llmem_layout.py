@@ -1,8 +1,8 @@
 """What LLMem reads off a model: parameter sizes in order, and who is embedding, linear or head.
 
-LLMem was written against transformers 4.29.2, whose CodeGen registers `qkv_proj` before `out_proj`, the
-other way round than transformers 5. Sizes are therefore taken from shapes and never from pushing an
-input through modules in their order. (The chunk size is the same in both orders.)
+LLMem was written against transformers 4.29.2, whose CodeGen registers `qkv_proj` before `out_proj`,
+the other way round than transformers 5. Sizes are therefore taken from shapes and never from
+pushing an input through modules in their order. (The chunk size is the same in both orders.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Parameter:
 def parameters(model: nn.Module) -> list[Parameter]:
     """Parameters in ``model.parameters()`` order, shared ones once.
 
-    LLMem's tensor parallelism shards the weights of every Linear and Embedding; biases and norms are
-    replicated.
+    LLMem's tensor parallelism shards the weights of every Linear and Embedding; biases and norms
+    are replicated.
     """
     wide = {f"{name}.weight" for name, module in model.named_modules() if is_table(module)}
     return [Parameter(n, p.numel(), n in wide) for n, p in model.named_parameters()]
@@ -39,12 +39,12 @@ def parameters(model: nn.Module) -> list[Parameter]:
 
 def is_embedding(module: nn.Module) -> bool:
     """LLMem's test for an embedding: by class name, so position tables and subclasses count."""
-    return "Embedding" in module._get_name()
+    return "Embedding" in type(module).__name__
 
 
 def is_linear(module: nn.Module) -> bool:
     """LLMem's test for a Linear: the class name is exactly this (GPT-2's Conv1D is not one)."""
-    return module._get_name() == "Linear"
+    return type(module).__name__ == "Linear"
 
 
 def is_table(module: nn.Module) -> bool:
@@ -60,8 +60,8 @@ def local_numels(params: list[Parameter], tp: int) -> list[int]:
 def logits_bytes(name: str, config: Any) -> int:
     """Bytes per logit: 4 where the model's name says so (LLMem's rule), else 2.
 
-    The code looks for "codegen" or "neo" in the model's name, whose 4.29.2 classes cast logits to fp32; a
-    model without a telling name (a path, a callable) is known by its ``model_type``.
+    The code looks for "codegen" or "neo" in the model's name, whose 4.29.2 classes cast logits to
+    fp32; a model without a telling name (a path, a callable) is known by its ``model_type``.
     """
     by_name = any(part in name.lower() for part in FP32_LOGITS_NAMES)
     return 4 if by_name or getattr(config, "model_type", "") in FP32_LOGITS_TYPES else 2
@@ -85,10 +85,11 @@ def cannot_express(model: Any, config: Any) -> str | None:
 
 
 def method_of(zero: str | None, gpus: int, tp: int) -> str | None:
-    """LLMem's name of the strategy (``CDP``, ``ADP``, ``TP``, ``DP+TP``), or None where it has none.
+    """LLMem's name of the strategy (``CDP``, ``ADP``, ``TP``, ``DP+TP``), or None where it has
+    none.
 
-    Several GPUs without a named strategy mean ADP, the paper's default; FSDP and ZeRO-3 are the nearest
-    to ADP; ZeRO-1 and ZeRO-2 have no equation.
+    Several GPUs without a named strategy mean ADP, the paper's default; FSDP and ZeRO-3 are the
+    nearest to ADP; ZeRO-1 and ZeRO-2 have no equation.
     """
     if zero in ("zero1", "zero2") and gpus > 1:
         return None

@@ -1,9 +1,10 @@
 """`llmem-paper`: equations (1) to (10) of LLMem as printed.
 
-Source: Kim et al., "LLMem: Estimating GPU Memory Usage for Fine-Tuning Pre-Trained LLMs", IJCAI 2024,
-arXiv 2404.10933, sections 4.2 and 5. Symbols keep the paper's names. Where the text is ambiguous: the
-chunk size ``cs`` is in elements; ``embed_p`` is the token embedding; ``other_p`` is every other parameter
-of the transformer part; the head is "real-size" and appears only as ``lm_p``, in fp16 bytes.
+Source: Kim et al., "LLMem: Estimating GPU Memory Usage for Fine-Tuning Pre-Trained LLMs", IJCAI
+2024, arXiv 2404.10933, sections 4.2 and 5. Symbols keep the paper's names. Where the text is
+ambiguous: the chunk size ``cs`` is in elements; ``embed_p`` is the token embedding; ``other_p`` is
+every other parameter of the transformer part; the head is "real-size" and appears only as ``lm_p``,
+in fp16 bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ LEAVES_OUT = [
 class Terms:
     """The quantities of the paper's Table 1 for one model; parameters in elements.
 
-    ``tables`` are ``t_p`` over E and L, the weights of embeddings and linear layers of the transformer
-    part; ``logit_width`` is B of equation (5), 2 or 4 bytes.
+    ``tables`` are ``t_p`` over E and L, the weights of embeddings and linear layers of the
+    transformer part; ``logit_width`` is B of equation (5), 2 or 4 bytes.
     """
 
     m_base: int
@@ -63,7 +64,7 @@ def terms_of(inp: BaselineInput) -> Terms:
     embed_p = int(embedding.weight.numel())
     modules = [m for m in model.modules() if m is not head and hasattr(m, "weight")]
     embeddings = [m for m in modules if llmem_layout.is_embedding(m)]
-    linears = [m for m in modules if m._get_name() in LINEAR_NAMES]
+    linears = [m for m in modules if type(m).__name__ in LINEAR_NAMES]
     return Terms(
         m_base=inp.m_base,
         embed_p=embed_p,
@@ -114,8 +115,8 @@ def m_back(t: Terms, bs: int, sl: int, tp_n: int) -> int:
 def peak(t: Terms, method: str, bs: int, sl: int, gpu_n: int, tp_n: int) -> dict[str, int]:
     """Bytes per GPU, term by term; their sum is (1), (6), (7), (8) or (10).
 
-    ``method`` is ``CDP``, ``ADP``, ``TP`` or ``DP+TP``. (10) is printed with ``m_p16 * tp_n / gpu_n``, right for
-    two replicas of two shards only; it stays as printed.
+    ``method`` is ``CDP``, ``ADP``, ``TP`` or ``DP+TP``. (10) is printed with ``m_p16 * tp_n /
+    gpu_n``, right for two replicas of two shards only; it stays as printed.
     """
     p16, p32 = m_p(t) * B16 // (B16 + B32), m_p(t) * B32 // (B16 + B32)
     states = m_os(t)
@@ -154,8 +155,8 @@ def estimate(inp: BaselineInput) -> Answer:
 def peaks(inp: BaselineInput) -> Callable[[str, int], int]:
     """``(method, batch) -> bytes per GPU`` for `algorithm1`; the terms are read once.
 
-    ``TP`` uses all GPUs for tensors, ``DP+TP`` ``inp.tp`` of them (two if that is 1). Raises ValueError where
-    the equations do not cover the model.
+    ``TP`` uses all GPUs for tensors, ``DP+TP`` ``inp.tp`` of them (two if that is 1). Raises
+    ValueError where the equations do not cover the model.
     """
     why = llmem_layout.cannot_express(inp.model, inp.config)
     if why:

@@ -1,10 +1,10 @@
 """`megatron`: Megatron-LM's theoretical memory report, for its most loaded shard.
 
-Source: `megatron/training/theoretical_memory_usage.py` (NVIDIA/Megatron-LM d98e8a6); activations after
-Table 2 of Korthikanti et al. (arXiv 2205.05198). The report prints activations only where sequence
-parallelism and selective recomputation are on; elsewhere it knows weights and optimizer alone, and so
-does this. Training is bf16 with fp32 gradients, masters and Adam: 18 bytes per parameter, of which the
-distributed optimizer (here: ZeRO-1 and above) shards 12.
+Source: `megatron/training/theoretical_memory_usage.py` (NVIDIA/Megatron-LM d98e8a6); activations
+after Table 2 of Korthikanti et al. (arXiv 2205.05198). The report prints activations only where
+sequence parallelism and selective recomputation are on; elsewhere it knows weights and optimizer
+alone, and so does this. Training is bf16 with fp32 gradients, masters and Adam: 18 bytes per
+parameter, of which the distributed optimizer (here: ZeRO-1 and above) shards 12.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def padded_vocab(vocab: int, tp: int) -> int:
 
 
 def weights_and_optimizer(d: TransformerDims, vocab: int, inp: BaselineInput) -> float:
-    """Bytes of the most loaded shard: its layers, the embedding, and the head where it lies there."""
+    """Bytes of the most loaded shard: its layers, the embedding, and the head where it lies
+    there."""
     attention = 2 * d.hidden * d.heads * d.head_dim * (1 + d.kv_heads / d.heads)
     mlp = 2 * d.hidden * (d.ffn * d.experts * (1.5 if d.gated else 1) + 2)
     block = (attention + mlp) * d.layers + 2 * d.hidden

@@ -1,7 +1,7 @@
 """`params-x4`: four times the parameters' bytes — weights, gradients and Adam's two moments.
 
-Source: the usual rule of thumb (for example Hugging Face's "Model training anatomy": parameters, gradients
-and 8 bytes of Adam per fp32 parameter).
+Source: the usual rule of thumb (for example Hugging Face's "Model training anatomy": parameters,
+gradients and 8 bytes of Adam per fp32 parameter).
 """
 
 from __future__ import annotations

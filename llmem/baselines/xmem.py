@@ -1,9 +1,10 @@
 """`xmem`: an estimator after xMem: allocator replay of a real CPU step.
 
-Source: Stone-ResearchLife/xMem (MIT). It trains for real on the CPU under `torch.profiler`, takes the
-profiler's allocations and frees in order, puts one block per parameter and buffer in front, and replays
-them through a model of the CUDA caching allocator. This does the same, in two fp32 iterations with
-`zero_grad` at their top. What a CPU kernel allocates stands for what a CUDA kernel would.
+Source: Stone-ResearchLife/xMem (MIT). It trains for real on the CPU under `torch.profiler`, takes
+the profiler's allocations and frees in order, puts one block per parameter and buffer in front, and
+replays them through a model of the CUDA caching allocator. This does the same, in two fp32
+iterations with `zero_grad` at their top. What a CPU kernel allocates stands for what a CUDA kernel
+would.
 """
 
 from __future__ import annotations

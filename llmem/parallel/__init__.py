@@ -1,8 +1,15 @@
-"""Parallel strategies: lifetimes of the unsharded model ─▶ lifetimes of each rank."""
+"""Parallel strategies: lifetimes of the unsharded model ─▶ lifetimes of each rank.
+
+Each engine is a pass: it takes the trace of the unsharded model and plays the engine's hooks over
+it. No strategy needs a trace of its own for another number of GPUs; only the optimizer is traced
+again, on the shards.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from llmem.errors import LlmemError
@@ -12,17 +19,45 @@ from llmem.spec import RunSpec
 
 @dataclass(frozen=True)
 class RankTable:
-    """What one rank allocates, and the trace whose ops, modules and phases name it."""
+    """What a rank allocates, and the trace whose ops, modules and phases name it.
+
+    ``ranks`` lists all ranks that are exactly alike; ``rank`` is the first of them.
+    """
 
     rank: int
     lifetimes: Lifetimes
     trace: Trace
     optimizer: dict[str, Any] = field(default_factory=dict)
     assumptions: list[str] = field(default_factory=list)
+    ranks: tuple[int, ...] = (0,)
+
+
+ENGINES = {
+    "none": "llmem.parallel.single",
+    "ddp": "llmem.parallel.ddp",
+    "fsdp2": "llmem.parallel.fsdp2_ranks",
+}
+"""Module of each strategy. It has ``compute_dtype(spec)``, the dtype in which the engine keeps
+parameters while it computes (None: their own, or autocast), and ``ranks(trace, spec)``."""
+
+
+def engine(spec: RunSpec) -> Any:
+    """The module that models ``spec.strategy``. Raises LlmemError if there is none."""
+    if spec.tp > 1 or spec.pp > 1:
+        raise LlmemError("--tp and --pp are not supported yet; use --gpus with a --strategy")
+    name = ENGINES.get(spec.strategy)
+    if name is None:
+        known = ", ".join(ENGINES)
+        raise LlmemError(f"--strategy {spec.strategy} is not supported yet; use one of {known}")
+    return import_module(name)
+
+
+def compute_dtype(spec: RunSpec) -> str | None:
+    """The dtype that parameters have while an engine computes with them, None for their own."""
+    return engine(spec).compute_dtype(spec)
 
 
 def ranks_of(trace: Trace, spec: RunSpec) -> list[RankTable]:
-    """The tables of the ranks that differ (one, where all are alike)."""
-    if spec.strategy == "none" and spec.tp == spec.pp == 1:
-        return [RankTable(0, trace.lifetimes, trace, trace.optimizer)]
-    raise LlmemError(f"--strategy {spec.strategy} is not supported yet; use --strategy none")
+    """The tables of the ranks that differ from each other, worst or not."""
+    make: Callable[[Trace, RunSpec], list[RankTable]] = engine(spec).ranks
+    return make(trace, spec)

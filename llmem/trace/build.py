@@ -146,3 +146,32 @@ def head_modules(model: torch.nn.Module) -> set[str]:
         if module is output or last in ("lm_head", "embed_out", "score", "classifier", "qa_outputs"):
             names.add(name)
     return names
+
+
+def blocks_of(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that sharding engines wrap: the classes in ``_no_split_modules``."""
+    classes: set[str] = set()
+    for module in model.modules():
+        classes.update(getattr(module, "_no_split_modules", None) or ())
+    return [name for name, module in model.named_modules() if type(module).__name__ in classes]
+
+
+def master_dtypes(model: torch.nn.Module, *, upcast: bool) -> dict[str, str]:
+    """The dtype in which an engine keeps each parameter, by every name that it has.
+
+    ``upcast``: trained parameters become fp32 masters, as accelerate makes them under FSDP with
+    mixed precision (accelerate/utils/fsdp_utils.py and accelerator.py, since 0.24).
+    """
+    return {
+        name: "float32"
+        if upcast and parameter.requires_grad
+        else str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def compute_in(model: torch.nn.Module, dtype: str) -> None:
+    """Give every floating-point parameter the dtype that it has while the engine computes."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, dtype))

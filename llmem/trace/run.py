@@ -14,7 +14,14 @@ from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.lifetimes import Phase, Trace
 from llmem.spec import RunSpec
-from llmem.trace.build import Prepared, head_modules, prepare
+from llmem.trace.build import (
+    Prepared,
+    blocks_of,
+    compute_in,
+    head_modules,
+    master_dtypes,
+    prepare,
+)
 from llmem.trace.kernels import kernels_of, scratch_of
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.recorder import Recorder
@@ -26,12 +33,18 @@ STEPS = 2
 """The first step makes the optimizer's state; the second finds it there."""
 
 
-def trace_spec(spec: RunSpec, *, device: str = "meta", steps: int = STEPS) -> Trace:
+def trace_spec(
+    spec: RunSpec, *, device: str = "meta", steps: int = STEPS, compute_dtype: str | None = None
+) -> Trace:
     """Run ``steps`` training steps of ``spec`` and record them.
 
     ``device`` is ``meta`` (nothing is allocated) or ``cpu`` (the step really runs, for checks).
-    Ranks play no part here: this is the unsharded model on one device.
+    Ranks play no part here: this is the unsharded model on one device. ``compute_dtype`` is the
+    dtype that a sharding engine gives parameters while it computes (then there is no autocast);
+    the dtypes it keeps them in are the trace's ``masters``.
     """
+    if compute_dtype is not None:
+        spec = spec.model_copy(update={"bf16": False, "fp16": False})
     target = get_device(spec.gpu or DEFAULT_GPU)
     cuda = target.is_cuda
     prepared = prepare(spec, device=device, cuda=cuda)
@@ -40,13 +53,19 @@ def trace_spec(spec: RunSpec, *, device: str = "meta", steps: int = STEPS) -> Tr
         scratch=scratch_of(target) if cuda else None,
     )
     recorder.assumptions += prepared.assumptions
+    masters = master_dtypes(prepared.model, upcast=compute_dtype is not None)
+    if compute_dtype is not None:
+        compute_in(prepared.model, compute_dtype)
     recorder.add_model(prepared.model)
     with ExitStack() as stack:
         if device == "meta":
             stack.enter_context(kernels_of(target, recorder.note, spec.sdpa_backend))
             stack.enter_context(multi_tensor_ops_on_meta())
         _run(prepared, recorder, stack, steps)
-    return recorder.finish()
+    trace = recorder.finish()
+    trace.masters = {p.key: masters[p.name] for p in trace.parameters}
+    trace.wrapped = blocks_of(prepared.model)
+    return trace
 
 
 def _run(prepared: Prepared, recorder: Recorder, stack: ExitStack, steps: int) -> None:

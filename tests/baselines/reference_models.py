@@ -1,4 +1,5 @@
-"""Models of LLMem's tables, on meta, from their public configs (sizes as on the Hugging Face Hub)."""
+"""Models of LLMem's tables, on meta, from their public configs (sizes as on the Hugging Face
+Hub)."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ def slowly(numels: list[int], start: int, stop: int, step: int) -> int:
 
 def test_fills_by_hand() -> None:
     # 6 + 4 and 5 + 5 fill two chunks of 10 without waste; 8 is the smallest candidate.
-    assert search_chunk_size([6, 4, 5, 5], min_chunk=8, search_range=8, interval=1) == 10
-    # Interval 4: 8, 12, 16. Waste 2 + 4 + 3 + 3, 2 + 2 and 6 + 6 elements (6 + 4 + 5 fit in 16).
-    assert search_chunk_size([6, 4, 5, 5], min_chunk=8, search_range=8, interval=4) == 12
-    assert search_chunk_size([6, 4, 5, 5], min_chunk=8, search_range=8, interval=1, dp_degree=4) == 12
+    numels, sizes = [6, 4, 5, 5], {"min_chunk": 8, "search_range": 8}
+    assert search_chunk_size(numels, interval=1, **sizes) == 10
+    # Interval 4: 8, 12, 16. Waste 2 + 4 + 3 + 3, 2 + 2 and 1 + 11 elements (6 + 4 + 5 fit in 16).
+    assert search_chunk_size(numels, interval=4, **sizes) == 12
+    assert search_chunk_size(numels, interval=1, dp_degree=4, **sizes) == 12
 
 
 def test_a_small_group_is_one_chunk() -> None:
@@ -34,7 +35,7 @@ def test_an_outlier_does_not_set_the_size() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=12), st.integers(1, 4))
 def test_equals_the_plain_search(numels: list[int], interval: int) -> None:
-    minimum = max(numels)  # no outlier rule is hit below twelve entries of one another's size
+    minimum = max(numels)
     mean = sum(numels) / len(numels)
     deviation = (sum((n - mean) ** 2 for n in numels) / len(numels)) ** 0.5
     counted = [n for n in numels if n <= mean + 3 * deviation]

@@ -11,8 +11,8 @@ from torch import nn
 def tiny_llama(**changes: Any) -> tuple[nn.Module, Any]:
     """A two-layer Llama on meta: hidden 8, 2 heads, 1 kv head, MLP 16, vocabulary 32, untied.
 
-    Parameters: embedding 256, head 256, final norm 8; per layer q 64, k 32, v 32, o 64, MLP 3 x 128,
-    norms 16, together 592. In all 1,704.
+    Parameters: embedding 256, head 256, final norm 8; per layer q 64, k 32, v 32, o 64,
+    MLP 3 x 128, norms 16, together 592. In all 1,704.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

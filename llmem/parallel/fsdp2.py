@@ -1,0 +1,321 @@
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``), as torch 2.6 to 2.13 runs it.
+
+Read in torch/distributed/fsdp/_fully_shard (``_fsdp_param_group.py`` for the order of events,
+``_fsdp_collectives.py`` for the buffers, ``_fsdp_param.py`` for the shards):
+
+* a parameter's shard is its chunk along dim 0, padded to ceil(d0/N) rows, in one storage;
+* unsharding a group allocates, on the copy-in stream, a flat input (only to change the dtype) and
+  an all-gather output of N padded shards; waiting for it allocates one buffer per parameter on the
+  compute stream and copies out. In forward the all-gather output lives until the next group's
+  copy-out (or the root's end); in backward it is freed right after its own;
+* backward unshards the group, then prefetches the one that ran before it in forward;
+* after backward of a group its parameters are freed, the gradients are copied into one
+  reduce-scatter input (reduce dtype, padded) and freed; the output, allocated on the
+  reduce-scatter stream, is cast to the original dtype and its views become the gradients. The
+  input lives until the next group reduces (or backward ends);
+* the root group (embedding, final norm, head) is not resharded after forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil, prod
+
+import numpy as np
+
+from llmem.lifetimes import Category, Parameter, Phase, Trace
+from llmem.parallel.editor import Editor
+from llmem.parallel.gradients import gradient_rows
+from llmem.parallel.units import Unit
+
+COPY_IN_STREAM, REDUCE_SCATTER_STREAM, ALL_REDUCE_STREAM = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Fsdp2Options:
+    """Arguments of ``fully_shard``; dtypes as torch names, None keeps the parameters' own.
+
+    ``shard_size`` ranks share one copy (the world, or fewer for HSDP). ``reshard`` is
+    ``reshard_after_forward`` of the blocks, ``root_reshard`` that of the root.
+    """
+
+    shard_size: int
+    replicas: int = 1
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    reshard: bool | int = True
+    root_reshard: bool = False
+
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1, "uint8": 1}
+
+
+def padded_shard(parameter: Parameter, ranks: int) -> int:
+    """Elements of a shard with its padding: ceil(d0/N) rows.
+
+    >>> padded_shard(Parameter(0, "w", (5, 3), "float32", 4, True, 0), 2)
+    9
+    """
+    shape = parameter.shape or (1,)
+    return ceil(shape[0] / ranks) * prod(shape[1:])
+
+
+def local_shape(parameter: Parameter, ranks: int, rank: int) -> tuple[int, ...]:
+    """Shape of the chunk that ``rank`` really owns (torch.chunk: the last ones may be empty).
+
+    >>> local_shape(Parameter(0, "w", (5, 3), "float32", 4, True, 0), 4, 3)
+    (0, 3)
+    """
+    shape = parameter.shape or (1,)
+    rows = ceil(shape[0] / ranks)
+    mine = max(0, min(rows, shape[0] - rank * rows))
+    return (mine, *shape[1:])
+
+
+@dataclass
+class _Group:
+    """A unit's buffers while the step is played through."""
+
+    unit: Unit
+    gathered: list[int] = field(default_factory=list)
+    all_gather_output: int | None = None
+    unsharded: bool = False
+    post_forward: list[int] = field(default_factory=list)
+
+
+class Fsdp2Pass:
+    """Plays FSDP2's hooks over a trace; one instance per rank."""
+
+    def __init__(
+        self, trace: Trace, units: list[Unit], masters: dict[int, str], options: Fsdp2Options
+    ) -> None:
+        """``masters``: dtype of each parameter's shard by key (the trace has the compute dtype)."""
+        self.editor = Editor(trace)
+        self.trace = trace
+        self.options = options
+        self.masters = masters
+        self.groups = [_Group(unit) for unit in units if unit.parameters]
+        self._held_output: int | None = None
+        self._reduce_inputs: list[int] = []
+        self._gradient_rows = gradient_rows(trace)
+
+    # -- the whole step ------------------------------------------------------------------------
+
+    def run(self) -> Editor:
+        """Replace parameters and gradients by shards, and add what is gathered and reduced."""
+        self._shard_parameters()
+        for step in range(len(self.trace.step_ticks) - 1):
+            self._play(step)
+        return self.editor
+
+    def _shard_parameters(self) -> None:
+        rows = [p.row for p in self.trace.parameters]
+        self.editor.drop(np.unique(np.array(rows, np.int64)))
+        for group in self.groups:
+            for parameter in group.unit.parameters:
+                self.editor.add(
+                    padded_shard(parameter, self.options.shard_size)
+                    * ITEMSIZE[self.masters[parameter.key]],
+                    self.editor.at(0),
+                    category=Category.PARAMETER,
+                    module=group.unit.name,
+                    key=parameter.key,
+                )
+
+    def _play(self, step: int) -> None:
+        """All hooks of one step, in program order."""
+        for tick, _, hook, group, last in sorted(
+            self._hooks(step), key=lambda item: (item[0], item[1])
+        ):
+            if hook == "pre_forward":
+                self._pre_forward(group, tick, step)
+            elif hook == "post_forward":
+                self._post_forward(group, tick, step)
+            elif hook == "pre_backward":
+                self._pre_backward(group, tick, step)
+            else:
+                self._post_backward(group, tick, step, last)
+
+    def _hooks(self, step: int) -> list[tuple[int, int, str, _Group, bool]]:
+        """(tick, order at equal ticks, hook, group, whether backward ends with it)."""
+        hooks = []
+        depth = {True: 0, False: 1}
+        for group in self.groups:
+            unit = group.unit
+            for window in unit.forward.get(step, []):
+                hooks.append((window.start, depth[unit.is_root], "pre_forward", group, False))
+                hooks.append((window.end, 3 - depth[unit.is_root], "post_forward", group, False))
+            for window in unit.backward.get(step, []):
+                order = (5, 9) if unit.is_root else (6, 4)
+                hooks.append((window.start, order[0], "pre_backward", group, False))
+                hooks.append((window.end, order[1], "post_backward", group, unit.is_root))
+        return hooks
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _pre_forward(self, group: _Group, tick: int, step: int) -> None:
+        self._unshard(group, tick, Phase.FORWARD, step)
+        if group.all_gather_output is None:
+            return
+        self._release_held_output(tick)
+        self._copy_out(group, tick)
+        self._held_output, group.all_gather_output = group.all_gather_output, None
+
+    def _post_forward(self, group: _Group, tick: int, step: int) -> None:
+        reshard = self.options.root_reshard if group.unit.is_root else self.options.reshard
+        if reshard is not False:
+            if reshard is not True and not group.unit.is_root:
+                self._keep_smaller_shard(group, int(reshard), tick)
+            self._reshard(group, tick)
+        if group.unit.is_root:
+            self._release_held_output(tick)
+
+    def _pre_backward(self, group: _Group, tick: int, step: int) -> None:
+        self._unshard(group, tick, Phase.BACKWARD, step)
+        if group.all_gather_output is not None:
+            self._copy_out(group, tick)
+            self.editor.free(group.all_gather_output, tick)
+            group.all_gather_output = None
+        before = self._group_before(group, step)
+        if before is not None:
+            self._unshard(before, tick, Phase.BACKWARD, step)
+
+    def _post_backward(self, group: _Group, tick: int, step: int, last: bool) -> None:
+        mine = [
+            (p, row)
+            for p in group.unit.trainable
+            if (row := self._gradient_rows.get((step, p.key))) is not None
+        ]
+        self._reshard(group, tick)
+        while self._reduce_inputs:
+            self.editor.free(self._reduce_inputs.pop(0), tick)
+        if mine:
+            self._reduce(group, mine, tick, step)
+        if last:
+            while self._reduce_inputs:
+                self.editor.free(self._reduce_inputs.pop(0), tick)
+
+    # -- buffers ---------------------------------------------------------------------------------
+
+    def _unshard(self, group: _Group, tick: int, phase: Phase, step: int) -> None:
+        if group.unsharded or group.all_gather_output is not None or self.options.shard_size == 1:
+            return
+        editor, name = self.editor, group.unit.name
+        op = editor.op("all_gather", name, phase, step, editor.at(tick))
+        flat = sum(
+            padded_shard(p, self.options.shard_size) * ITEMSIZE[self._gather_dtype(p)]
+            for p in group.unit.parameters
+        )
+        common = {"module": name, "op": op, "stream": COPY_IN_STREAM}
+        ranks = self.options.shard_size
+        if group.post_forward:
+            ranks = int(self.options.reshard)
+            flat = ceil(flat * self.options.shard_size / ranks)
+        temporary = None
+        if self.options.param_dtype is not None:
+            temporary = editor.add(flat, editor.at(tick), **common)
+        group.all_gather_output = editor.add(flat * ranks, editor.at(tick), **common)
+        if temporary is not None:
+            editor.free(temporary, tick)
+
+    def _copy_out(self, group: _Group, tick: int) -> None:
+        editor = self.editor
+        for parameter in group.unit.parameters:
+            group.gathered.append(
+                editor.add(
+                    padded_shard(parameter, self.options.shard_size)
+                    * self.options.shard_size
+                    * ITEMSIZE[self._gather_dtype(parameter)],
+                    editor.at(tick),
+                    module=group.unit.name,
+                    key=parameter.key,
+                )
+            )
+        group.unsharded = True
+        editor.free(group.post_forward, tick)
+        group.post_forward = []
+
+    def _reshard(self, group: _Group, tick: int) -> None:
+        self.editor.free(group.gathered, tick)
+        group.gathered = []
+        group.unsharded = False
+
+    def _keep_smaller_shard(self, group: _Group, ranks: int, tick: int) -> None:
+        """``reshard_after_forward=int``: a copy of 1/int of each parameter stays for backward."""
+        for parameter in group.unit.parameters:
+            group.post_forward.append(
+                self.editor.add(
+                    padded_shard(parameter, ranks) * ITEMSIZE[self._gather_dtype(parameter)],
+                    self.editor.at(tick),
+                    module=group.unit.name,
+                    key=parameter.key,
+                )
+            )
+
+    def _reduce(
+        self, group: _Group, mine: list[tuple[Parameter, int]], tick: int, step: int
+    ) -> None:
+        editor, ranks = self.editor, self.options.shard_size
+        op = editor.op("reduce_scatter", group.unit.name, Phase.BACKWARD, step, editor.at(tick))
+        computed = self._gather_dtype(mine[0][0])
+        reduced = self.options.reduce_dtype or computed
+        original = self.masters[mine[0][0].key]
+        elements = sum(padded_shard(p, ranks) for p, _ in mine)
+        name = group.unit.name
+        self._reduce_inputs.append(
+            editor.add(
+                elements * ranks * ITEMSIZE[reduced], editor.at(tick), module=name, op=op
+            )
+        )
+        for _, row in mine:
+            editor.end(row, editor.at(tick))
+        output = editor.add(
+            elements * ITEMSIZE[reduced],
+            editor.at(tick),
+            module=name,
+            op=op,
+            stream=REDUCE_SCATTER_STREAM,
+            category=Category.GRADIENT if reduced == original else Category.COMMUNICATION,
+        )
+        if reduced != original:
+            cast = editor.add(
+                elements * ITEMSIZE[original],
+                editor.at(tick),
+                module=name,
+                op=op,
+                stream=REDUCE_SCATTER_STREAM,
+                category=Category.GRADIENT,
+            )
+            editor.free(output, tick)
+            output = cast
+        if step + 1 < len(self.trace.step_ticks) - 1:
+            editor.free(output, self._zero_grad(step + 1))
+
+    # -- small questions -------------------------------------------------------------------------
+
+    def _gather_dtype(self, parameter: Parameter) -> str:
+        return self.options.param_dtype or self.masters[parameter.key]
+
+    def _group_before(self, group: _Group, step: int) -> _Group | None:
+        """The group whose forward ended just before this one's (what backward prefetches)."""
+        order = self._post_forward_order(step)
+        index = order.index(group) if group in order else 0
+        return order[index - 1] if index > 0 else None
+
+    def _post_forward_order(self, step: int) -> list[_Group]:
+        ran = [g for g in self.groups if step in g.unit.forward]
+        return sorted(
+            ran, key=lambda g: (g.unit.forward[step][-1].end, 1 if g.unit.is_root else 0)
+        )
+
+    def _release_held_output(self, tick: int) -> None:
+        if self._held_output is not None:
+            self.editor.free(self._held_output, tick)
+            self._held_output = None
+
+    def _zero_grad(self, step: int) -> int:
+        return next(
+            tick
+            for tick, phase, number in self.trace.phase_ticks
+            if phase is Phase.ZERO_GRAD and number == step
+        )

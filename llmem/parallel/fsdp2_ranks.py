@@ -1,0 +1,82 @@
+"""``--strategy fsdp2``: options from the RunSpec, one table for each kind of rank."""
+
+from __future__ import annotations
+
+from llmem.errors import LlmemError
+from llmem.lifetimes import Trace
+from llmem.parallel import RankTable
+from llmem.parallel.fsdp2 import Fsdp2Options, Fsdp2Pass, local_shape
+from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
+from llmem.parallel.units import units_of
+from llmem.spec import RunSpec
+
+
+def compute_dtype(spec: RunSpec) -> str | None:
+    """``MixedPrecisionPolicy(param_dtype=...)``: what accelerate sets for bf16 and fp16."""
+    return spec.autocast_dtype
+
+
+def options_of(spec: RunSpec) -> Fsdp2Options:
+    """Arguments of ``fully_shard`` for ``spec``. Raises LlmemError for impossible ones."""
+    shard = spec.hybrid_shard or spec.gpus
+    if spec.gpus % shard:
+        raise LlmemError(f"--hybrid-shard {shard} does not divide {spec.gpus} GPUs; choose a divisor")
+    reshard = spec.reshard_after_forward
+    if reshard is not True and reshard is not False and (reshard < 2 or shard % reshard):
+        raise LlmemError(
+            f"--reshard-after-forward {reshard} must be a divisor of the {shard} ranks that share "
+            "a copy, at least 2; or true or false"
+        )
+    if spec.offload != "none":
+        raise LlmemError("--offload is not supported with fsdp2 yet; leave it out")
+    return Fsdp2Options(
+        shard_size=shard,
+        replicas=spec.gpus // shard,
+        param_dtype=spec.autocast_dtype,
+        reduce_dtype="float32" if spec.autocast_dtype else None,
+        reshard=reshard,
+    )
+
+
+def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
+    options = options_of(spec)
+    units = units_of(trace, trace.wrapped)
+    notes = [
+        f"fsdp2: fully_shard of torch on each of {len(trace.wrapped)} blocks and the root, "
+        f"{options.shard_size} ranks share a copy",
+    ]
+    if options.param_dtype:
+        notes.append(
+            f"fsdp2: MixedPrecisionPolicy(param_dtype={options.param_dtype}, reduce_dtype=float32); "
+            "trained parameters kept in fp32, as accelerate loads them"
+        )
+    tables = []
+    for members in kinds_of_rank(trace, options.shard_size, spec.gpus):
+        rank = members[0]
+        editor = Fsdp2Pass(trace, units, trace.masters, options).run()
+        shards = [
+            Shard(
+                p.key,
+                p.name,
+                local_shape(p, options.shard_size, rank % options.shard_size),
+                trace.masters[p.key],
+            )
+            for p in trace.parameters
+            if p.trainable
+        ]
+        step = trace_optimizer(
+            shards, spec, device_of(spec), steps=len(trace.step_ticks) - 1
+        )
+        splice_optimizer(editor, shards, step)
+        lifetimes, named = editor.finish()
+        tables.append(RankTable(rank, lifetimes, named, step.optimizer, notes, members))
+    return tables
+
+
+def kinds_of_rank(trace: Trace, shard_size: int, world: int) -> list[tuple[int, ...]]:
+    """Ranks grouped by the shapes they own: ranks of a group are exactly alike."""
+    kinds: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank in range(world):
+        owned = tuple(local_shape(p, shard_size, rank % shard_size) for p in trace.parameters)
+        kinds.setdefault(owned, []).append(rank)
+    return [tuple(members) for members in kinds.values()]
