@@ -27,7 +27,7 @@ _HOMES = {
     "estimate": "llmem.estimate",
     "RunSpec": "llmem.spec",
     "Trace": "llmem.lifetimes",
-    "trace": "llmem.trace.run",
+    "trace": "llmem.trace",
 }
 
 

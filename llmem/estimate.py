@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmem._callable import make_callable
 from llmem.errors import LlmemError
 from llmem.gpu.alloc_conf import AllocConf
 from llmem.gpu.devices import DeviceProfile, get_device
@@ -267,3 +268,6 @@ def _own_version() -> str:
     import llmem
 
     return llmem.__version__
+
+
+make_callable(__name__)

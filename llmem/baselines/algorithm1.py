@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 METHODS = ("CDP", "ADP", "TP", "DP+TP")
 """The paper's methods in its order, which decides ties: plain DP, ZeRO-3, tensors, both."""
@@ -48,7 +49,7 @@ def algorithm1(
     scores = []
     for method in METHODS:
         exists = gpus > 1 if method in ("ADP", "TP") else method == "CDP" or _hybrid(gpus, tp)
-        batch = largest_batch(lambda b, m=method: peak(m, b) <= capacity) if exists else 0  # type: ignore[misc]
+        batch = largest_batch(partial(_fits, peak, method, capacity)) if exists else 0
         weight = {"CDP": CDP_BONUS * gpus, "ADP": gpus, "TP": 1, "DP+TP": gpus // tp}[method]
         scores.append(MethodScore(method, batch, batch * weight))
     best = max(scores, key=lambda s: s.score)
@@ -71,6 +72,10 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _fits(peak: Callable[[str, int], int], method: str, capacity: int, batch: int) -> bool:
+    return peak(method, batch) <= capacity
 
 
 def _hybrid(gpus: int, tp: int) -> bool:

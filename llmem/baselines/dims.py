@@ -67,6 +67,7 @@ def dims_of(model: nn.Module, config: Any) -> TransformerDims:
     kv_heads = 1 if single else _first(text, KV_HEADS) or heads
     experts = _first(text, EXPERTS) or 1
     expert_ffn = getattr(text, "moe_intermediate_size", None) if experts > 1 else None
+    names = {part for name, _ in model.named_parameters() for part in name.split(".")}
     return TransformerDims(
         hidden=hidden,
         layers=_need(text, LAYERS),
@@ -75,7 +76,7 @@ def dims_of(model: nn.Module, config: Any) -> TransformerDims:
         head_dim=_first(text, ("head_dim",)) or hidden // heads,
         ffn=int(expert_ffn or _first(text, FFN) or 4 * hidden),
         vocab=_need(text, ("vocab_size",)),
-        gated=any(set(name.split(".")) & set(GATED_WEIGHTS) for name, _ in model.named_parameters()),
+        gated=not names.isdisjoint(GATED_WEIGHTS),
         experts=experts,
         tied=head_is_tied(model),
     )

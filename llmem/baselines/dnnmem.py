@@ -6,7 +6,8 @@ this is the variant:
 
 - the forward aten graph is walked in topological order; backward is that walk reversed;
 - weights are there from the start; a weight's gradient comes with the first backward op that needs
-  it and stays; one element width for all floating-point tensors (uniform precision);
+  it and stays; one element width for all floating-point tensors (uniform precision), 2 bytes for
+  a mixed-precision run;
 - an op that leads to a weight keeps its outputs until its own backward; other outputs (masks,
   positions) die after their last forward use; views and in-place results own nothing;
 - the gradient of an output comes with the backward of its last forward user and dies with the
@@ -52,8 +53,10 @@ def estimate(inp: BaselineInput) -> Answer:
     if inp.gpus > 1:
         return cannot("DNNMem knows one GPU only")
     graph = inp.graph if inp.graph is not None else _trace(inp)
+    # A mixed-precision run is taken for a 16-bit one: there is no second width.
+    width = 2 if inp.mixed else inp.dtype_bytes
     layers = _layer_names(inp.model) if inp.gradient_checkpointing else ()
-    parts = peak_of(graph, inp.dtype_bytes, layers)
+    parts = peak_of(graph, width, layers)
     parts |= {"allocator_buffer": ALLOCATOR_BUFFER, "m_base": inp.m_base}
     return Answer(bytes=sum(parts.values()), parts=parts, leaves_out=list(LEAVES_OUT))
 
@@ -226,7 +229,7 @@ class _Walk:
         if tensor is None:
             return 0
         width = self.dtype_bytes if tensor.dtype.is_floating_point else tensor.dtype.itemsize
-        nbytes = math.prod(tensor.shape) * int(width)
+        nbytes = math.prod(map(int, tensor.shape)) * int(width)
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def _attribute(self, node: fx.Node) -> Any:

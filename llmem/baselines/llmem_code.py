@@ -101,7 +101,7 @@ def estimate(inp: BaselineInput) -> Answer:
     chunk_elements, chunk_bytes = chunks_of(inp.model, gpus, max(tp, 1))
     leaves_out = list(LEAVES_OUT)
     if not chain.finds_linears:
-        leaves_out.append("every weight and the logits of this model: the code sees no Linear in it")
+        leaves_out.append("the layers' weights and the logits: the code finds no Linear here")
     return Answer(
         bytes=inp.m_base + chunk_bytes + without_base,
         parts={

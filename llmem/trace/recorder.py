@@ -237,14 +237,16 @@ class Recorder(TorchDispatchMode):
             module = self._module_stack[-1]
             if self.phase is Phase.FORWARD:
                 sequence = torch._C._autograd._get_sequence_nr() - 1
-                self._sequence_module[sequence] = module
+                # An op that makes no node shares the number of the last one that did.
+                self._sequence_module.setdefault(sequence, module)
                 if self._in_head:
                     self._sequence_head.add(sequence)
                 return module, self._in_head, False
             return module, False, False
         if len(self._module_stack) > 1:  # a module runs inside backward: checkpointing
             module = self._module_stack[-1]
-            self._sequence_module[torch._C._autograd._get_sequence_nr() - 1] = module
+            sequence = torch._C._autograd._get_sequence_nr() - 1
+            self._sequence_module.setdefault(sequence, module)
             return module, False, True
         sequence = node._sequence_nr()
         return self._sequence_module.get(sequence, 0), sequence in self._sequence_head, False

@@ -136,6 +136,9 @@ def test_llama_with_and_without_checkpointing() -> None:
     hidden = 2 * 16 * 64 * 4
     assert plain.parts["outputs"] > 20 * hidden > checkpointed.parts["outputs"]
     assert checkpointed.bytes < plain.bytes
+    mixed = BaselineInput(model, config, "tiny", 2, 16, graph=graph, base_bytes=0, mixed=True)
+    halved = run("dnnmem", mixed).parts["outputs"] / plain.parts["outputs"]
+    assert 0.5 <= halved < 0.51
 
 
 def test_several_gpus_are_refused() -> None:
