@@ -16,6 +16,7 @@ Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "g
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 DType = Literal["fp32", "bf16", "fp16"]
 Loss = Literal["full", "chunked", "liger"]
+ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
 
 OPTIMIZERS = (
     "adamw_torch",
@@ -55,6 +56,20 @@ class RunSpec(BaseModel):
     attn_implementation: Attention | None = None
     sdpa_backend: Literal["flash", "efficient", "cudnn", "math"] | None = None
     loss: Loss = "full"
+    liger: bool = Field(False, description="Liger's kernels in place of the model's own layers")
+
+    # habits of the training loop
+    use_cache: bool = Field(False, description="forward returns past_key_values")
+    hold_outputs: bool = Field(
+        False, description="outputs and loss of a step live until the next forward replaces them"
+    )
+    zero_grad: ZeroGrad = Field(
+        "before_forward", description="when old gradients are dropped, in the loop's own order"
+    )
+    steps: int = Field(2, ge=1, description="optimizer steps to trace")
+    as_torch: str | None = Field(
+        None, description="torch version whose kernels' scratch is assumed; None: the installed one"
+    )
 
     lora_r: int = Field(8, ge=1)
     lora_alpha: int = Field(16, ge=1)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmem.gpu.alloc_conf import AllocConf
+from llmem.gpu.blocks import SegmentView
 from llmem.gpu.replay import replay_events
 from llmem.lifetimes import BREAKDOWN, Events, Ints, Lifetimes, Phase, Trace
 
@@ -43,6 +44,8 @@ class Timeline:
     oom: OutOfMemory | None = None
     segments: int = 0
     addresses: dict[int, int] = field(default_factory=dict)
+    layout: list[SegmentView] = field(default_factory=list)
+    """The segments at the end; like ``addresses``, only if asked for."""
 
     def peak_index(self, curve: Ints | None = None, start: int = 0, stop: int | None = None) -> int:
         """Index of the first maximum of ``curve`` (default: allocated) among events start..stop."""
@@ -95,7 +98,7 @@ def replay(
         (events.sign < 0).astype(np.int8),
         events.row,
         lifetimes.nbytes[events.row],
-        lifetimes.stream[events.row],
+        lifetimes.stream[events.row].astype(np.int64),
         conf=conf or AllocConf(),
         capacity=capacity,
         want_addresses=addresses,
@@ -119,6 +122,7 @@ def replay(
         oom=oom,
         segments=result.segment_count,
         addresses=result.addresses,
+        layout=result.segments,
     )
 
 

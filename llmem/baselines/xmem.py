@@ -100,7 +100,8 @@ def profile(model: nn.Module, inp: BaselineInput) -> list[Event]:
 def _allocations(profiler: torch.profiler.profile) -> list[Event]:
     from torch._C._profiler import _EventType
 
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     stack: list[Any] = list(profiler.profiler.kineto_results.experimental_event_tree())
     found = []
     while stack:

@@ -206,15 +206,18 @@ class Fsdp2Pass:
             padded_shard(p, self.options.shard_size) * ITEMSIZE[self._gather_dtype(p)]
             for p in group.unit.parameters
         )
-        common = {"module": name, "op": op, "stream": COPY_IN_STREAM}
         ranks = self.options.shard_size
         if group.post_forward:
             ranks = int(self.options.reshard)
             flat = ceil(flat * self.options.shard_size / ranks)
         temporary = None
         if self.options.param_dtype is not None:
-            temporary = editor.add(flat, editor.at(tick), **common)
-        group.all_gather_output = editor.add(flat * ranks, editor.at(tick), **common)
+            temporary = editor.add(
+                flat, editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM
+            )
+        group.all_gather_output = editor.add(
+            flat * ranks, editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM
+        )
         if temporary is not None:
             editor.free(temporary, tick)
 

@@ -132,7 +132,7 @@ def _phase_ticks(base: Trace, step_trace: Trace, place: Any) -> list[tuple[int, 
     kept = [
         item for item in base.phase_ticks if item[1] not in (Phase.CLIP, Phase.OPTIMIZER)
     ]
-    shown = [
+    shown: list[tuple[int, Phase, int]] = [
         (place(tick), phase, step)
         for tick, phase, step in step_trace.phase_ticks
         if phase in (Phase.CLIP, Phase.OPTIMIZER)

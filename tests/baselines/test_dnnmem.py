@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from llmem.baselines import BaselineInput, run
 from llmem.baselines.base import MIB
 from llmem.baselines.dnnmem import peak_of
-from tests.baselines.tiny import tiny_llama
+
+from .tiny import tiny_llama
 
 KIB = 1024
 
@@ -144,4 +145,5 @@ def test_llama_with_and_without_checkpointing() -> None:
 def test_several_gpus_are_refused() -> None:
     model, config = tiny_llama()
     answer = run("dnnmem", BaselineInput(model, config, "tiny", 1, 4, gpus=2))
-    assert answer.bytes is None and "one GPU" in str(answer.why_not)
+    assert answer.bytes is None
+    assert "one GPU" in str(answer.why_not)

@@ -5,7 +5,8 @@ import pytest
 from llmem.baselines import BaselineInput, run
 from llmem.baselines.algorithm1 import CPU_OFFLOAD, algorithm1, largest_batch
 from llmem.baselines.llmem_paper import Terms, m_back, m_lm, m_os, m_out, m_p, peak, peaks
-from tests.baselines.reference_models import build
+
+from .reference_models import build
 
 MIB = 1024**2
 
@@ -95,7 +96,8 @@ def test_algorithm_on_fewer_gpus() -> None:
         ("CDP", 5), ("ADP", 5), ("TP", 5), ("DP+TP", 0),
     ]
     one = algorithm1(lambda m, b: b, 5, 1)
-    assert one.pick == "CDP" and one.scores[1].batch == 0
+    assert one.pick == "CDP"
+    assert one.scores[1].batch == 0
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 1000])
