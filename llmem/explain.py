@@ -48,7 +48,7 @@ def _touches(trace: Trace, rows: Any, rank: Rank) -> dict[int, list[tuple[int, T
 def _held(rank: Rank, trace: Trace, row: int, touches: list[tuple[int, Touch]]) -> Held:
     table = rank.timeline.lifetimes
     peak_op = trace.op_at(rank.peak_at.tick)
-    later = [op for op, kind in touches if kind == Touch.READ and op > peak_op]
+    later = [op for op, kind in touches if kind == Touch.READ and op >= peak_op]
     kind = next(
         name
         for name, members in BREAKDOWN.items()

@@ -59,6 +59,7 @@ class RunSpec(BaseModel):
     liger: bool = Field(False, description="Liger's kernels in place of the model's own layers")
 
     # habits of the training loop
+    padding: bool = Field(False, description="batches hold padding: attention masks have zeros")
     use_cache: bool = Field(False, description="forward returns past_key_values")
     hold_outputs: bool = Field(
         False, description="outputs and loss of a step live until the next forward replaces them"

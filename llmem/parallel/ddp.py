@@ -58,7 +58,7 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
 def _broadcast_states(editor: Editor) -> None:
     """The flat copies in which rank 0's parameters and buffers reach the others."""
     table = editor.trace.lifetimes
-    existing = table.birth < editor.trace.step_ticks[0]
+    existing = table.birth <= editor.trace.step_ticks[0]
     kinds = np.isin(table.category, [Category.PARAMETER, Category.BUFFER])
     sizes = table.nbytes[existing & kinds].tolist()
     at = int(editor.trace.step_ticks[0])

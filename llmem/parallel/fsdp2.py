@@ -23,7 +23,7 @@ from math import ceil, prod
 
 import numpy as np
 
-from llmem.lifetimes import Category, Parameter, Phase, Trace
+from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.gradients import gradient_rows
 from llmem.parallel.units import Unit
@@ -291,8 +291,9 @@ class Fsdp2Pass:
             )
             editor.free(output, tick)
             output = cast
-        if step + 1 < len(self.trace.step_ticks) - 1:
-            editor.free(output, self._zero_grad(step + 1))
+        dropped = int(self.trace.lifetimes.death[[row for _, row in mine]].max())
+        if dropped != NEVER:  # when zero_grad lets go of the gradients
+            editor.free(output, dropped)
 
     # -- small questions -------------------------------------------------------------------------
 
@@ -315,10 +316,3 @@ class Fsdp2Pass:
         if self._held_output is not None:
             self.editor.free(self._held_output, tick)
             self._held_output = None
-
-    def _zero_grad(self, step: int) -> int:
-        return next(
-            tick
-            for tick, phase, number in self.trace.phase_ticks
-            if phase is Phase.ZERO_GRAD and number == step
-        )

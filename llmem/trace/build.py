@@ -37,7 +37,7 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
     if spec.method != "full":
         model = _with_adapters(model, spec, notes)
         head = head_modules(model)
-    _use_cache(model, notes)
+    _use_cache(model, spec, notes)
     if spec.gradient_checkpointing:
         _checkpoint(model, spec, notes)
     plan = plan_optimizer(spec.optim, cuda=cuda)
@@ -52,6 +52,8 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
         max_grad_norm=spec.max_grad_norm,
         clip_foreach=True,  # torch's own choice on CUDA and on CPU tensors
         accumulation=spec.gradient_accumulation_steps,
+        zero_grad=spec.zero_grad,
+        hold_outputs=spec.hold_outputs,
     )
     return Prepared(model, step, plan, head, notes)
 
@@ -117,11 +119,15 @@ def adapted_targets(model: Any) -> list[str]:
     return [found] if isinstance(found, str) else list(found or [])
 
 
-def _use_cache(model: torch.nn.Module, notes: list[str]) -> None:
+def _use_cache(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
     config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False
+    if config is None or not getattr(config, "use_cache", False):
+        return
+    config.use_cache = spec.use_cache
+    if not spec.use_cache:
         notes.append("use_cache: off (TrainingArguments.use_cache's default)")
+    elif spec.hold_outputs:
+        notes.append("use_cache: on, keys and values live until the next forward")
 
 
 def _checkpoint(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:

@@ -10,6 +10,7 @@ level of the dispatcher, so calls from inside C++ are caught as well.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,35 +19,49 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile
 from llmem.gpu.scratch import Scratch, TensorMeta, scratch
 from llmem.gpu.sdpa import choose_sdpa, choose_sdpa_cpu
+from llmem.trace import meta_kernels
 
 aten = torch.ops.aten
 Note = Callable[[str], None]
 
 
 @contextmanager
-def kernels_of(device: DeviceProfile, note: Note, sdpa: str | None = None) -> Iterator[None]:
+def kernels_of(
+    device: DeviceProfile, note: Note, sdpa: str | None = None, as_torch: str | None = None
+) -> Iterator[None]:
     """Composite ops on meta tensors act as on ``device``.
 
     ``note`` receives a sentence about each choice made; ``sdpa`` forces the attention backend
-    (``flash``, ``efficient``, ``cudnn`` or ``math``).
+    (``flash``, ``efficient``, ``cudnn`` or ``math``); ``as_torch`` is the version of torch whose
+    choices count (None: the installed one).
     """
-    library = Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
-    cuda = device.is_cuda
-    kernels: dict[str, Callable[..., Any]] = {
-        "scaled_dot_product_attention": _Attention(device, note, sdpa).__call__
+    version = torch_version(as_torch)
+    composite: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _Attention(device, note, sdpa, version).__call__
     }
-    if cuda:
-        kernels["dropout"] = _dropout
-        kernels["softmax.int"] = _softmax
-        kernels["log_softmax.int"] = _log_softmax
+    plain: dict[str, Callable[..., Any]] = {"_grouped_mm": meta_kernels.grouped_mm}
+    if device.is_cuda:
+        composite["dropout"] = _dropout
+        composite["softmax.int"] = _softmax
+        composite["log_softmax.int"] = _log_softmax
+        composite["rms_norm"] = meta_kernels.rms_norm_cuda
+        plain["_fused_rms_norm"] = meta_kernels.fused_rms_norm
+        plain["_fused_rms_norm_backward"] = meta_kernels.fused_rms_norm_backward
+    else:
+        plain["native_layer_norm"] = meta_kernels.layer_norm_cpu
+    library = Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
     try:
-        for name, kernel in kernels.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kernels that are replaced on purpose
             # Library.impl refuses kernels of composite ops for meta; the registration itself works.
-            for key in ("AutogradMeta", "Meta"):
-                library.m.impl(name, key, kernel)  # type: ignore[union-attr]
+            for name, kernel in (composite | plain).items():
+                library.m.impl(name, "Meta", kernel)  # type: ignore[union-attr]
+            for name, kernel in composite.items():
+                library.m.impl(name, "AutogradMeta", kernel)  # type: ignore[union-attr]
         yield
     finally:
         library._destroy()
@@ -64,9 +79,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def scratch_of(device: DeviceProfile) -> Callable[[str, Any, Any, str], list[Scratch]]:
+def scratch_of(
+    device: DeviceProfile, as_torch: str | None = None
+) -> Callable[[str, Any, Any, str], list[Scratch]]:
     """What kernels of ``device`` allocate besides their outputs, for the recorder."""
-    version = _torch_version()
+    version = torch_version(as_torch)
 
     def of(name: str, args: Any, out: Any, thread: str) -> list[Scratch]:
         outputs = out if isinstance(out, (list, tuple)) else (out,)
@@ -97,11 +114,13 @@ def _described(args: Any) -> list[Any]:
 class _Attention:
     """``scaled_dot_product_attention`` of ATen/native/transformers/attention.cpp."""
 
-    def __init__(self, device: DeviceProfile, note: Note, forced: str | None) -> None:
+    def __init__(
+        self, device: DeviceProfile, note: Note, forced: str | None, version: tuple[int, int]
+    ) -> None:
         self._device = device
         self._note = note
         self._forced = forced
-        self._version = _torch_version()
+        self._version = version
         self._choices: dict[Any, str] = {}
 
     def __call__(
@@ -121,29 +140,26 @@ class _Attention:
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = _additive_mask(mask, query.dtype)
+        # C++ lets go of the other outputs before the arguments: so no name for them here.
         if backend == "math":
-            out = aten._scaled_dot_product_attention_math(
+            return aten._scaled_dot_product_attention_math(
                 query, key, value, mask, dropout_p, is_causal, None, scale=scale,
                 enable_gqa=enable_gqa,
-            )  # fmt: skip
-            return out[0]  # type: ignore[no-any-return]
+            )[0]  # type: ignore[no-any-return]  # fmt: skip
         if not self._device.is_cuda:
-            out = aten._scaled_dot_product_flash_attention_for_cpu(
+            return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
                 query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-            )
-            return out[0]  # type: ignore[no-any-return]
+            )[0]
         if backend == "flash":
             return _flash(query, key, value, dropout_p, is_causal, scale)
         if backend == "efficient":
-            out = aten._scaled_dot_product_efficient_attention(
+            return aten._scaled_dot_product_efficient_attention(
                 query, key, value, _padded_mask(mask, query, key), grad, dropout_p, is_causal,
                 scale=scale,
-            )  # fmt: skip
-            return out[0]  # type: ignore[no-any-return]
-        out = aten._scaled_dot_product_cudnn_attention(
+            )[0]  # type: ignore[no-any-return]  # fmt: skip
+        return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
             query, key, value, mask, grad, dropout_p, is_causal, False, scale=scale
-        )
-        return out[0]  # type: ignore[no-any-return]
+        )[0]
 
     def _choose(
         self,
@@ -255,6 +271,15 @@ def _log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
     return aten._log_softmax(converted, dim, False)  # type: ignore[no-any-return]
 
 
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+def torch_version(as_torch: str | None = None) -> tuple[int, int]:
+    """(major, minor) of ``as_torch``, or of the installed torch.
+
+    Raises LlmemError if that is no version.
+
+    >>> torch_version("2.6.0")
+    (2, 6)
+    """
+    parts = (as_torch or torch.__version__).split(".")
+    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
+        raise LlmemError(f"'{as_torch}' is no version of torch; write it as 2.6")
+    return int(parts[0]), int(parts[1])

@@ -61,9 +61,7 @@ def plan_optimizer(optim: str, *, cuda: bool) -> OptimizerPlan:
     elif "foreach" in options:
         implementation, why = "single-tensor", f"--optim {optim} asks for it"
     elif optim == "adafactor_torch":
-        options = {**options, "foreach": cuda}
-        implementation = "foreach" if cuda else "single-tensor"
-        why = "torch's default for this device"
+        implementation, why = "single-tensor", "torch.optim.Adafactor's default on every device"
     else:
         options = {**options, "foreach": cuda}
         implementation = "foreach" if cuda else "single-tensor"

@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode):
         self._touch: list[int] = []
         # where we are
         self.phase = Phase.SETUP
+        self.padding = False
+        """Whether attention masks hold zeros."""
         self.step = 0
         self._module_stack: list[int] = [0]
         self._open_spans: list[int] = []
@@ -199,12 +201,16 @@ class Recorder(TorchDispatchMode):
                 self._add_scratch(name, args, out, op, module)
         return out
 
-    def _answer(self, tensor: torch.Tensor) -> bool:
-        """The value of a scalar that a model branches on, which meta tensors do not have.
+    def _answer(self, tensor: torch.Tensor) -> bool | float:
+        """The value of a scalar that code branches on, which meta tensors do not have.
 
-        ``x.all()``, also spelt ``x.sum() == x.numel()``, is True and ``x.any()`` False: masks are
-        full, positions run on. Any other question fails as it does without a recorder.
+        ``x.all()``, also spelt ``x.sum() == x.numel()``, is True (False when the batch holds
+        padding) and ``x.any()`` False: masks are full, positions run on. Norms that an optimizer
+        reads (torch.optim.Adafactor) are 1: they scale, they decide nothing about memory. Any
+        other question fails as it does without a recorder.
         """
+        if self.phase is Phase.OPTIMIZER and tensor.is_floating_point():
+            return 1.0
         ref = self._live.get(tensor.untyped_storage()._cdata)
         op = self._birth_op[ref.row] if ref is not None else -1
         question = self._made_by(op)
@@ -212,7 +218,7 @@ class Recorder(TorchDispatchMode):
             question = "all"
         if question not in ("all", "any"):
             return _SCALAR(tensor)  # type: ignore[no-any-return]
-        answer = question == "all"
+        answer = question == "all" and not self.padding
         where = self.current_module() or "the model"
         said = "yes" if answer else "no"
         self.note(f"{where} asks whether {question}() of a mask holds: assumed {said}")

@@ -34,9 +34,9 @@ STEPS = 2
 
 
 def trace_spec(
-    spec: RunSpec, *, device: str = "meta", steps: int = STEPS, compute_dtype: str | None = None
+    spec: RunSpec, *, device: str = "meta", steps: int | None = None, compute_dtype: str | None = None
 ) -> Trace:
-    """Run ``steps`` training steps of ``spec`` and record them.
+    """Run ``steps`` training steps (default: ``spec.steps``) of ``spec`` and record them.
 
     ``device`` is ``meta`` (nothing is allocated) or ``cpu`` (the step really runs, for checks).
     Ranks play no part here: this is the unsharded model on one device. ``compute_dtype`` is the
@@ -50,8 +50,9 @@ def trace_spec(
     prepared = prepare(spec, device=device, cuda=cuda)
     recorder = Recorder(
         devices=frozenset({device} if cuda else {"meta", "cpu"}),
-        scratch=scratch_of(target) if cuda else None,
+        scratch=scratch_of(target, spec.as_torch) if cuda else None,
     )
+    recorder.padding = spec.padding
     recorder.assumptions += prepared.assumptions
     masters = master_dtypes(prepared.model, upcast=compute_dtype is not None)
     if compute_dtype is not None:
@@ -59,9 +60,9 @@ def trace_spec(
     recorder.add_model(prepared.model)
     with ExitStack() as stack:
         if device == "meta":
-            stack.enter_context(kernels_of(target, recorder.note, spec.sdpa_backend))
+            stack.enter_context(kernels_of(target, recorder.note, spec.sdpa_backend, spec.as_torch))
             stack.enter_context(multi_tensor_ops_on_meta())
-        _run(prepared, recorder, stack, steps)
+        _run(prepared, recorder, stack, steps or spec.steps)
     trace = recorder.finish()
     trace.masters = {p.key: masters[p.name] for p in trace.parameters}
     trace.wrapped = blocks_of(prepared.model)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from llmem.lifetimes import Phase
+from llmem.spec import ZeroGrad
 
 
 class Watcher(Protocol):
@@ -47,6 +48,8 @@ class TrainingStep:
 
     ``make_batch`` returns the keyword arguments of the model, already on its device;
     ``clip_foreach`` is passed to ``clip_grad_norm_``, whose own choice depends on the device.
+    ``zero_grad`` says when old gradients go; with ``hold_outputs`` the batch, the model's outputs
+    and the loss of a step are locals of the loop, alive until the next step rebinds each of them.
     """
 
     model: torch.nn.Module
@@ -58,16 +61,18 @@ class TrainingStep:
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     watcher: Watcher = field(default_factory=NoWatcher)
     loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss
+    zero_grad: ZeroGrad = "before_forward"
+    hold_outputs: bool = False
+    _held: dict[str, Any] = field(default_factory=dict)
     _count: int = 0
 
     def __call__(self) -> None:
         watch = self.watcher
         watch.start_step(self._count)
         self._count += 1
-        with watch.in_phase(Phase.ZERO_GRAD):
-            self.optimizer.zero_grad()
-        for _ in range(self.accumulation):
-            self._micro_batch()
+        self._zero_grad("before_forward")
+        for number in range(self.accumulation):
+            self._micro_batch(first=number == 0)
         if self.max_grad_norm:
             with watch.in_phase(Phase.CLIP):
                 parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -77,21 +82,35 @@ class TrainingStep:
         with watch.in_phase(Phase.OPTIMIZER):
             self.optimizer.step()
             watch.after_optimizer(self.optimizer)
+        self._zero_grad("after_step")
 
-    def _micro_batch(self) -> None:
+    def _zero_grad(self, moment: ZeroGrad) -> None:
+        if self.zero_grad == moment:
+            with self.watcher.in_phase(Phase.ZERO_GRAD):
+                self.optimizer.zero_grad()
+
+    def _micro_batch(self, *, first: bool) -> None:
         watch = self.watcher
         with watch.in_phase(Phase.BATCH):
-            batch = self.make_batch()
+            batch = self._hold("batch", self.make_batch())
         with watch.in_phase(Phase.FORWARD):
             loss = self._loss(batch)
         del batch
+        if first:
+            self._zero_grad("before_backward")
         with watch.in_phase(Phase.BACKWARD):
             loss.backward()  # type: ignore[no-untyped-call]
             watch.after_backward()
 
     def _loss(self, batch: dict[str, Any]) -> torch.Tensor:
         with self.forward_context():
-            outputs = self.model(**batch)
+            outputs = self._hold("outputs", self.model(**batch))
             loss = self.loss_of(outputs)
         del outputs
-        return loss / self.accumulation if self.accumulation > 1 else loss
+        return self._hold("loss", loss / self.accumulation if self.accumulation > 1 else loss)
+
+    def _hold(self, name: str, value: Any) -> Any:
+        """``value``, which takes the place of the one that the loop's local held."""
+        if self.hold_outputs:
+            self._held[name] = value
+        return value

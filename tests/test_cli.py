@@ -1,0 +1,139 @@
+"""The command line as a newcomer meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmem.cli import main
+
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 99, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, list(args))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_help_and_models_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from llmem.cli import main\n"
+        "for command in (['--help'], ['models'], ['estimate', '--help']):\n"
+        "    try: main(command, standalone_mode=False)\n"
+        "    except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'networkx', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_json_to_standard_output_is_all_there_is(config: str) -> None:
+    code, out, _ = run("estimate", config, "-b", "2", "-s", "16", "--json", "-")
+    assert code == 0
+    document = json.loads(out)
+    assert document["schema"] == "llmem.estimate/1"
+    assert set(document["peak"]) == {"requested", "allocated", "reserved", "device"}
+    rank = document["ranks"][0]
+    assert sum(rank["breakdown"].values()) == rank["peak"]["allocated"]
+    assert document["fits"] is None
+    assert document["steps"]["first"]["allocated"] <= document["peak"]["allocated"]
+
+
+def test_optimizer_state_is_two_copies_and_a_step(config: str) -> None:
+    _, out, _ = run("estimate", config, "-b", "1", "-s", "8", "--json", "-")
+    document = json.loads(out)
+    # 2 layers of 4 attention (32x32 + 32x16 twice + 32x32), 3 MLP (32x48), 2 norms; norm, embed, head
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
+    parameters = 2 * layer + 32 + 2 * 99 * 32
+    tensors = 2 * 9 + 3
+    assert document["optimizer"]["state_elements"] == 2 * parameters + tensors
+    assert document["optimizer"]["state_bytes"] == 4 * (2 * parameters + tensors)
+
+
+def test_report_names_every_level_and_assumption(config: str) -> None:
+    code, out, _ = run("estimate", config, "-b", "1", "-s", "8", "--gpu", "t4", "--explain")
+    assert code == 0
+    for word in ("requested", "allocated", "reserved", "nvidia-smi", "Assumed", "SDPA kernel",
+                 "fits t4", "Largest storages"):  # fmt: skip
+        assert word in out
+
+
+def test_too_small_a_gpu_says_which_request_fails() -> None:
+    code, out, _ = run("estimate", "gpt2", "-b", "256", "-s", "1024", "--gpu", "t4", "--json", "-")
+    assert code == 0
+    document = json.loads(out)
+    assert document["fits"] is False
+    assert "out of memory on t4" in document["fit"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["estimate", "lama-3.1-8b"], "llama-3.1-8b"),
+        (["estimate", "gpt2", "-b", "0"], "per_device_train_batch_size"),
+        (["estimate", "gpt2", "-s", "4096"], "1024"),
+        (["estimate", "gpt2", "--optim", "adamw_torhc"], "adamw_torch"),
+        (["estimate", "gpt2", "--gpu", "h10"], "h100"),
+        (["estimate", "gpt2", "--bf16", "--fp16"], "exclude"),
+        (["estimate", "gpt2", "--gpus", "8"], "--strategy"),
+        (["estimate", "gpt2", "--alloc-conf", "expandable:True"], "expandable"),
+        (["estimate", "gpt2", "--method", "lora", "--lora-target-modules", "nothing"], "peft"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(args: list[str], said: str) -> None:
+    code, out, err = run(*args)
+    assert code == 2
+    assert out == ""
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+
+
+def test_config_without_a_model_class(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 3}))
+    code, _, err = run("estimate", str(path))
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_page_escapes_what_comes_from_a_config(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    folder = tmp_path / "<script>alert(1)<"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    page = tmp_path / "page.html"
+    code, _, err = run("estimate", str(folder), "-b", "1", "-s", "8", "--html", str(page))
+    assert code == 0, err
+    text = page.read_text()
+    assert "<script>alert(1)" not in text
+    assert "At the peak" in text
+
+
+def test_snapshot_is_read_by_our_own_replay(config: str, tmp_path: Path) -> None:
+    snapshot = tmp_path / "memory.pickle"
+    code, out, err = run(
+        "estimate", config, "-b", "1", "-s", "8", "--snapshot", str(snapshot), "--json", "-"
+    )
+    assert code == 0, err
+    code, replayed, err = run("replay", str(snapshot), "--json", "-")
+    assert code == 0, err
+    document = json.loads(replayed)
+    assert document["first_difference"] is None
+    assert document["allocated_peak_replayed"] == json.loads(out)["peak"]["allocated"]
