@@ -13,20 +13,33 @@ from typing import TYPE_CHECKING, Any
 from llmem.errors import LlmemError
 
 if TYPE_CHECKING:
+    from llmem.compare import compare
     from llmem.estimate import Estimate, estimate
     from llmem.lifetimes import Trace
+    from llmem.plan import plan
     from llmem.spec import RunSpec
     from llmem.trace.run import trace
 
 __version__ = "0.1.0"
 
-__all__ = ["Estimate", "LlmemError", "RunSpec", "Trace", "estimate", "trace"]
+__all__ = [
+    "Estimate",
+    "LlmemError",
+    "RunSpec",
+    "Trace",
+    "compare",
+    "estimate",
+    "plan",
+    "trace",
+]
 
 _HOMES = {
     "Estimate": "llmem.estimate",
     "estimate": "llmem.estimate",
     "RunSpec": "llmem.spec",
     "Trace": "llmem.lifetimes",
+    "plan": "llmem.plan",
+    "compare": "llmem.compare",
     "trace": "llmem.trace",
 }
 

@@ -82,6 +82,64 @@ def estimate(model: str, **options: Any) -> None:
 
 
 @main.command()
+@click.argument("model")
+@run_options
+@click.option("--strategies", metavar="A,B", help="Only these; default: all that apply.")
+@json_option
+def plan(model: str, **options: Any) -> None:
+    """Which strategies fit, the largest batch of each, and the pick."""
+    fields = spec_fields(model, options)
+    from llmem.progress import working
+
+    with working(f"Planning {model}", quiet=options["json_out"] == "-"):
+        from llmem.plan import plan as run
+        from llmem.spec import make_spec
+
+        named = options["strategies"]
+        names = None if named is None else [part.strip() for part in named.split(",")]
+        gpus = fields.get("gpus", 1)
+        fields.setdefault("strategy", "ddp" if gpus > 1 else "none")
+        result = run(make_spec(**fields), strategies=names)
+    if _write_json(result.to_json(), options["json_out"]):
+        return
+    from llmem.report.text import print_plan
+
+    print_plan(result)
+
+
+@main.command()
+@click.argument("model")
+@run_options
+@click.option("--baselines", metavar="A,B", help="Only these; default: all.")
+@click.option("--base-bytes", type=int, help="Measured bytes before the model (context, NCCL).")
+@click.option("--measured", type=int, metavar="BYTES", help="The true figure, to show errors.")
+@json_option
+def compare(model: str, **options: Any) -> None:
+    """This estimator and every baseline, side by side."""
+    fields = spec_fields(model, options)
+    from llmem.progress import working
+
+    with working(f"Estimating {model} by every method", quiet=options["json_out"] == "-"):
+        from llmem.baselines.base import NAMES
+        from llmem.compare import compare as run
+        from llmem.spec import make_spec
+
+        named = options["baselines"]
+        names = NAMES if named is None else tuple(part.strip() for part in named.split(","))
+        document = run(
+            make_spec(**fields),
+            names=names,
+            base_bytes=options["base_bytes"],
+            measured=options["measured"],
+        )
+    if _write_json(document, options["json_out"]):
+        return
+    from llmem.report.text import print_comparison
+
+    print_comparison(document)
+
+
+@main.command()
 @json_option
 def models(json_out: str | None) -> None:
     """Models known by name."""

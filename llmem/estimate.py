@@ -120,9 +120,17 @@ def estimate(spec: RunSpec | None = None, **fields: Any) -> Estimate:
     Raises LlmemError (one sentence) if the run makes no sense or cannot be traced.
     """
     spec = spec if spec is not None else make_spec(**fields)
+    AllocConf.parse(spec.alloc_conf)  # says what is wrong with it before anything is traced
+    return estimate_trace(trace_spec(spec, compute_dtype=compute_dtype(spec)), spec)
+
+
+def estimate_trace(trace: Trace, spec: RunSpec) -> Estimate:
+    """The estimate of ``spec`` from the trace of its unsharded step (see ``trace_spec``).
+
+    One trace serves every strategy, number of GPUs and GPU whose kernels it was traced for.
+    """
     device = get_device(spec.gpu or DEFAULT_GPU)
     conf = AllocConf.parse(spec.alloc_conf)
-    trace = trace_spec(spec, compute_dtype=compute_dtype(spec))
     tables = ranks_of(trace, spec)
     outside = outside_allocator(device, spec)
     ranks = [_measure(table, trace, device, conf, sum(outside.values())) for table in tables]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmem.estimate import Rank
-from llmem.lifetimes import BREAKDOWN, Phase, Touch, Trace
+from llmem.lifetimes import BREAKDOWN, Phase, Trace
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True)
@@ -34,37 +37,30 @@ def largest_at_peak(rank: Rank, top: int = 12) -> list[Held]:
     sizes = timeline.block_bytes[alive]
     order = np.lexsort((alive, -sizes))[:top]
     rows = alive[order]
-    touches = _touches(trace, rows, rank)
-    return [_held(rank, trace, int(row), touches.get(int(row), [])) for row in rows]
+    graph = trace.graph(rows.tolist())
+    return [_held(rank, trace, graph, row) for row in rows.tolist()]
 
 
-def _touches(trace: Trace, rows: Any, rank: Rank) -> dict[int, list[tuple[int, Touch]]]:
-    """Rows of a rank's table are those of the trace only where nothing was sharded."""
-    if rank.table.lifetimes is not trace.lifetimes:
-        return {}
-    return trace.touches(int(row) for row in rows)
-
-
-def _held(rank: Rank, trace: Trace, row: int, touches: list[tuple[int, Touch]]) -> Held:
+def _held(rank: Rank, trace: Trace, graph: nx.DiGraph, row: int) -> Held:
     table = rank.timeline.lifetimes
     peak_op = trace.op_at(rank.peak_at.tick)
-    later = [op for op, kind in touches if kind == Touch.READ and op >= peak_op]
+    readers = sorted(op for _, op in graph.successors(("storage", row)) if op >= peak_op)
     kind = next(
         name
         for name, members in BREAKDOWN.items()
         if int(table.category[row]) in [int(m) for m in members]
     )
-    key = int(table.key[row])
-    module = trace.modules[int(table.module[row])]
-    if key >= 0 and key < len(trace.parameters):
+    key, module = int(table.key[row]), trace.modules[int(table.module[row])]
+    if 0 <= key < len(trace.parameters):
         module = trace.parameters[key].name
+    freed_by = int(table.death_op[row])
     return Held(
         nbytes=int(rank.timeline.block_bytes[row]),
         kind=kind,
         made_by=trace.op_name(int(table.birth_op[row])) or "before the step",
         module=module,
-        waits_for=_op(trace, later[0]) if later else "nothing traced",
-        freed_by=_op(trace, int(table.death_op[row])) if table.death_op[row] >= 0 else "never",
+        waits_for=_op(trace, readers[0]) if readers else "nothing traced",
+        freed_by=_op(trace, freed_by) if freed_by >= 0 else "never",
     )
 
 

@@ -288,27 +288,22 @@ class Trace:
         """The op running at ``tick``, -1 before the first."""
         return int(np.searchsorted(self.ops.tick, tick, side="right")) - 1
 
-    def touches(self, rows: Iterable[int]) -> dict[int, list[tuple[int, Touch]]]:
-        """For each of ``rows``: the ops that read or write it, in order."""
-        wanted = np.array(sorted(set(rows)), np.int64)
-        mask = np.isin(self.touch_row, wanted)
-        found: dict[int, list[tuple[int, Touch]]] = {int(row): [] for row in wanted}
-        columns = (self.touch_op[mask], self.touch_row[mask], self.touch_kind[mask])
-        for op, row, kind in zip(*columns, strict=True):
-            found[int(row)].append((int(op), Touch(int(kind))))
-        return found
-
-    def graph(self) -> nx.DiGraph:
+    def graph(self, rows: Iterable[int] | None = None) -> nx.DiGraph:
         """The trace as a graph: ops and storages are nodes, reads and writes are edges.
 
         Nodes are ``("op", i)`` and ``("storage", j)``; a read is an edge from storage to op, a
         write (a birth included) one from op to storage. Node attributes: ``name``, ``module``,
-        ``phase`` for ops; ``nbytes``, ``category``, ``birth``, ``death`` for storages.
+        ``phase``, ``step`` for ops; ``nbytes``, ``category``, ``birth``, ``death`` for storages.
+        With ``rows``, only these storages and the ops that touch them.
         """
         import networkx as nx
 
+        table = self.lifetimes
+        chosen = np.arange(len(table)) if rows is None else np.array(sorted(set(rows)), np.int64)
+        touching = np.flatnonzero(np.isin(self.touch_row, chosen))
+        ops = np.arange(len(self.ops)) if rows is None else np.unique(self.touch_op[touching])
         graph = nx.DiGraph()
-        for op in range(len(self.ops)):
+        for op in ops.tolist():
             graph.add_node(
                 ("op", op),
                 name=self.op_name(op),
@@ -316,8 +311,7 @@ class Trace:
                 phase=Phase(int(self.ops.phase[op])).label,
                 step=int(self.ops.step[op]),
             )
-        table = self.lifetimes
-        for row in range(len(table)):
+        for row in chosen.tolist():
             graph.add_node(
                 ("storage", row),
                 nbytes=int(table.nbytes[row]),
@@ -325,8 +319,9 @@ class Trace:
                 birth=int(table.birth[row]),
                 death=int(table.death[row]),
             )
-        for op, row, kind in zip(self.touch_op, self.touch_row, self.touch_kind, strict=True):
-            ends = (("op", int(op)), ("storage", int(row)))
+        columns = (self.touch_op, self.touch_row, self.touch_kind)
+        for op, row, kind in zip(*(column[touching].tolist() for column in columns), strict=True):
+            ends = (("op", op), ("storage", row))
             graph.add_edge(*(ends if kind == Touch.WRITE else ends[::-1]))
         return graph
 

@@ -183,6 +183,50 @@ def print_explanation(held: list[Held], console: Console | None = None) -> None:
     console.print(table)
 
 
+def print_plan(result: Any, console: Console | None = None) -> None:
+    """The largest batch of each strategy, and the pick."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("strategy", "largest batch per GPU", "on the device", ""):
+        table.add_column(name, justify="right" if "batch" in name or "device" in name else "left")
+    for option in result.options:
+        used = "" if option.device_bytes is None else size(option.device_bytes)
+        table.add_row(
+            option.strategy, str(option.batch or "none"), used, escape(option.sentence)
+        )
+    console.print(table)
+    if result.pick is None:
+        console.print("[bold red]nothing fits[/bold red]")
+    else:
+        gpus = result.spec.gpus
+        console.print(
+            f"[bold green]take {result.pick.strategy}, batch {result.pick.batch} per GPU, "
+            f"{result.pick.batch * gpus} sequences per step[/bold green]"
+        )
+
+
+def print_comparison(document: dict[str, Any], console: Console | None = None) -> None:
+    """One line per estimator: bytes, error against the measured figure, seconds, what it lacks."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    measured = document["measured"]
+    for name in ("estimator", "bytes", "error", "seconds", "leaves out, or why it cannot say"):
+        table.add_column(name, justify="right" if name in ("bytes", "error", "seconds") else "left")
+    for name, entry in document["estimates"].items():
+        nbytes = entry["bytes"]
+        error = f"{nbytes / measured - 1:+.1%}" if nbytes is not None and measured else ""
+        table.add_row(
+            name,
+            "" if nbytes is None else size(nbytes),
+            error,
+            f"{entry['seconds']:.2f}",
+            escape(entry["why_not"] or "; ".join(entry["leaves_out"])),
+        )
+    console.print(table)
+    if measured:
+        console.print(f"measured: {size(measured)}")
+
+
 def print_replay(report: Any, console: Console | None = None) -> None:
     """Real against replayed, and the first difference."""
     console = console or Console(highlight=False)

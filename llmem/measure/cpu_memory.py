@@ -1,0 +1,148 @@
+"""Every allocation of the CPU allocator in this process, as torch's profiler reports it.
+
+``torch.profiler(profile_memory=True)`` tells address and bytes of each allocation and free, on all
+threads that inherit the profiler's state (gloo's included), without a dispatch mode, so that
+autograd does what it always does. Memory that was allocated before the profiler started is unknown
+to it: start it before the model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from llmem.measure.marks import PREFIX, Mark
+
+STAGING_SCOPES = ("c10d::", "gloo:")
+"""Allocations inside these ops are copies that gloo makes on the host; NCCL makes none there."""
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """An allocation (``nbytes`` > 0) or free (< 0); ``scopes`` are the ops and ranges around it."""
+
+    time: int
+    nbytes: int
+    address: int
+    thread: int
+    scopes: tuple[str, ...]
+
+    @property
+    def is_staging(self) -> bool:
+        return any(scope.startswith(STAGING_SCOPES) for scope in self.scopes)
+
+    @property
+    def scope(self) -> str:
+        """The engine's range or the op that a reader knows, for a breakdown."""
+        known = [s for s in self.scopes if not s.startswith(PREFIX)]
+        engine = [s for s in known if s.startswith(("FSDP", "Distributed", "Optimizer"))]
+        ops = [s for s in known if not s.startswith("autograd::engine")]
+        return (engine or ops[:1] or known[:1] or ["(python)"])[-1]
+
+
+@dataclass
+class Curve:
+    """Live bytes after each event, without gloo's staging copies, which are counted apart.
+
+    ``late_frees`` are buffers that a gloo thread let go of after the main thread had;
+    ``unknown_frees`` frees of memory from before the recording.
+    """
+
+    time: list[int] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    staging: list[int] = field(default_factory=list)
+    late_frees: int = 0
+    late_bytes: int = 0
+    unknown_frees: int = 0
+
+
+def profiler() -> Any:
+    """A profiler that records memory events of the CPU."""
+    return torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
+
+
+def read(profile: Any) -> tuple[list[MemoryEvent], list[Mark]]:
+    """The memory events and marks of a stopped profiler, in the order in which they happened."""
+    events: list[MemoryEvent] = []
+    marks: list[Mark] = []
+    for node, scopes in _walk(profile.profiler.kineto_results.experimental_event_tree()):
+        kind, data = node.typed
+        if kind.name == "Allocation":
+            if data.device.type == "cpu":
+                events.append(
+                    MemoryEvent(
+                        node.start_time_ns, data.alloc_size, data.ptr, node.start_tid, scopes
+                    )
+                )
+        elif node.name.startswith(PREFIX):
+            marks.append(Mark.parse(node.name, node.start_time_ns, node.end_time_ns))
+    events.sort(key=lambda event: event.time)
+    marks.sort(key=lambda mark: mark.start)
+    return events, marks
+
+
+def _walk(roots: list[Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Every node of the tree with the names above it."""
+    stack = [(node, ()) for node in reversed(roots)]
+    while stack:
+        node, scopes = stack.pop()
+        yield node, scopes
+        if node.children:
+            inside = (*scopes, node.name)
+            stack.extend((child, inside) for child in reversed(node.children))
+
+
+def curve_of(events: list[MemoryEvent]) -> Curve:
+    """Running sums of the events, each free matched with its allocation by address."""
+    curve = Curve()
+    alive: dict[int, MemoryEvent] = {}
+    live = staging = 0
+    main = _main_thread(events)
+    for event in events:
+        if event.nbytes > 0:
+            alive[event.address] = event
+            born = event
+        else:
+            found = alive.pop(event.address, None)
+            if found is None:
+                curve.unknown_frees += 1
+                continue
+            born = found
+            if not born.is_staging and event.thread != main:
+                curve.late_frees += 1
+                curve.late_bytes += born.nbytes
+        change = event.nbytes if event.nbytes > 0 else -born.nbytes
+        if born.is_staging:
+            staging += change
+        else:
+            live += change
+        curve.time.append(event.time)
+        curve.live.append(live)
+        curve.staging.append(staging)
+    return curve
+
+
+def _main_thread(events: list[MemoryEvent]) -> int:
+    """The thread that runs the step: the one that any mark is on, else the first seen."""
+    for event in events:
+        if any(scope.startswith(PREFIX) for scope in event.scopes):
+            return event.thread
+    return events[0].thread if events else 0
+
+
+def alive_after(events: list[MemoryEvent], time: int) -> list[MemoryEvent]:
+    """The allocations (staging left out) alive after the events up to ``time``."""
+    alive: dict[int, MemoryEvent] = {}
+    for event in events:
+        if event.time > time:
+            break
+        if event.nbytes > 0:
+            alive[event.address] = event
+        else:
+            alive.pop(event.address, None)
+    return [event for event in alive.values() if not event.is_staging]

@@ -1,0 +1,170 @@
+"""The real frameworks around a prepared model: DDP and FSDP as torch runs them.
+
+Each engine takes what ``prepare`` built and returns the step that trains it under the engine, with
+the arguments that accelerate passes where RunSpec has no field for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmem.errors import LlmemError
+from llmem.spec import RunSpec
+from llmem.trace.build import Prepared, blocks_of, prepare
+from llmem.trace.step import Watcher
+
+
+@dataclass
+class Wrapped:
+    """A step under its engine: call ``step`` with its ``watcher`` set; ``blocks`` are the units."""
+
+    step: Any
+    blocks: list[tuple[str, torch.nn.Module]]
+    notes: list[str]
+
+    def watch(self, watcher: Watcher) -> None:
+        self.step.watcher = watcher
+
+
+def build(spec: RunSpec, device: str) -> Wrapped:
+    """The model of ``spec`` on ``device`` under its strategy, in an initialised process group.
+
+    Raises LlmemError for a strategy that cannot be run here.
+    """
+    wrap = _ENGINES.get(spec.strategy)
+    if wrap is None:
+        raise LlmemError(
+            f"--strategy {spec.strategy} cannot be measured yet; use one of {', '.join(_ENGINES)}"
+        )
+    if spec.tp > 1 or spec.pp > 1:
+        raise LlmemError("--tp and --pp cannot be measured yet; use --gpus with a --strategy")
+    prepared = prepare(spec, device=device, cuda=device == "cuda")
+    prepared.step.clip_foreach = None  # torch's own choice for the tensors that it meets
+    blocks = [(name, prepared.model.get_submodule(name)) for name in blocks_of(prepared.model)]
+    wrapped = wrap(prepared, spec, device)
+    if device == "cuda":
+        _move_batches(prepared)
+    return Wrapped(wrapped, blocks, prepared.assumptions)
+
+
+def _move_batches(prepared: Prepared) -> None:
+    make = prepared.step.make_batch
+    prepared.step.make_batch = lambda: {k: v.to("cuda") for k, v in make().items()}
+
+
+class MicroBatches:
+    """The context of each forward: autocast, and no gradient exchange before the last one.
+
+    ``without_sync(last)`` is entered around the forward of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        device: str,
+        *,
+        autocast: bool,
+        without_sync: Callable[[bool], AbstractContextManager[Any]],
+    ) -> None:
+        self.accumulation = spec.gradient_accumulation_steps
+        self.device = device
+        self.dtype = getattr(torch, spec.autocast_dtype) if spec.autocast_dtype else None
+        self.autocast = autocast and self.dtype is not None
+        self.without_sync = without_sync
+        self._count = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._count += 1
+        last = self._count % self.accumulation == 0
+        with ExitStack() as stack:
+            stack.enter_context(self.without_sync(last))
+            if self.autocast:
+                stack.enter_context(torch.autocast(self.device, dtype=self.dtype))
+            yield
+
+
+def _single(prepared: Prepared, spec: RunSpec, device: str) -> Any:
+    prepared.step.forward_context = MicroBatches(
+        spec, device, autocast=True, without_sync=lambda last: nullcontext()
+    )
+    return prepared.step
+
+
+def _ddp(prepared: Prepared, spec: RunSpec, device: str) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(
+        prepared.model,
+        device_ids=[torch.cuda.current_device()] if device == "cuda" else None,
+        bucket_cap_mb=spec.bucket_cap_mb,
+        gradient_as_bucket_view=spec.gradient_as_bucket_view,
+    )
+    step = prepared.step
+    step.model = model
+    step.forward_context = MicroBatches(
+        spec,
+        device,
+        autocast=True,
+        without_sync=lambda last: nullcontext() if last else model.no_sync(),
+    )
+    return step
+
+
+def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
+    """``fully_shard`` on each block, then on the root, as accelerate's ``fsdp2_prepare_model``."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model: Any = prepared.model
+    if spec.autocast_dtype:
+        _upcast_trained(model)
+    shard = spec.hybrid_shard or spec.gpus
+    sizes = (spec.gpus,) if shard == spec.gpus else (spec.gpus // shard, shard)
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    policy = MixedPrecisionPolicy()
+    if spec.autocast_dtype:
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, spec.autocast_dtype), reduce_dtype=torch.float32
+        )
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, sizes, mesh_dim_names=names),
+        "mp_policy": policy,
+    }
+    for name in blocks_of(model):
+        fully_shard(
+            model.get_submodule(name),
+            reshard_after_forward=spec.reshard_after_forward,
+            **options,
+        )
+    fully_shard(model, **options)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+
+    def synchronise(last: bool) -> AbstractContextManager[Any]:
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    step = prepared.step
+    step.optimizer = prepared.optimizer_plan.build(p for p in model.parameters() if p.requires_grad)
+    step.forward_context = MicroBatches(spec, device, autocast=False, without_sync=synchronise)
+    return step
+
+
+def _upcast_trained(model: torch.nn.Module) -> None:
+    """fp32 masters of trained parameters (accelerate's ``fsdp2_prepare_model``)."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+_ENGINES: dict[str, Callable[[Prepared, RunSpec, str], Any]] = {
+    "none": _single,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+}

@@ -1,0 +1,126 @@
+"""Which strategies fit, the largest batch of each, and the pick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmem._callable import make_callable
+from llmem.baselines.algorithm1 import largest_batch
+from llmem.errors import LlmemError
+from llmem.estimate import Estimate, estimate_trace
+from llmem.lifetimes import Trace
+from llmem.parallel import ENGINES, compute_dtype
+from llmem.scaling import Scaled, scaled
+from llmem.spec import RunSpec
+from llmem.trace.run import trace_spec
+
+ORDER = ("none", "ddp", "zero1", "zero2", "fsdp2", "fsdp", "zero3", "gemini")
+"""From the least communication per step to the most (ZeRO-3 moves 1.5 times what DDP moves)."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One strategy: its largest batch per GPU (0: none fits) and what it uses there."""
+
+    strategy: str
+    batch: int
+    device_bytes: int | None
+    sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All options, and the one to take (None if nothing fits)."""
+
+    spec: RunSpec
+    options: list[Option]
+    pick: Option | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "llmem.plan/1",
+            "options": [option.to_json() for option in self.options],
+            "pick": None if self.pick is None else self.pick.to_json(),
+        }
+
+
+def plan(
+    spec: RunSpec, *, strategies: Sequence[str] | None = None, max_batch: int = 4096
+) -> Plan:
+    """The largest batch per GPU of each strategy on ``spec.gpus`` GPUs of kind ``spec.gpu``.
+
+    The pick processes most sequences per step; at a tie, the strategy that communicates less.
+    Traces at two batch sizes serve a whole strategy; the batch that is reported is traced again.
+    Raises LlmemError without ``spec.gpu``.
+    """
+    if spec.gpu is None:
+        raise LlmemError("plan needs to know the card: add --gpu NAME (see `llmem gpus`)")
+    candidates = strategies or default_strategies(spec)
+    sources: dict[str | None, _Source] = {}
+    options = []
+    for strategy in candidates:
+        trial = spec.model_copy(update={"strategy": strategy})
+        dtype = compute_dtype(trial)
+        source = sources.setdefault(dtype, _Source(trial, dtype))
+        options.append(_option(trial, source, max_batch))
+    fitting = [option for option in options if option.batch]
+    pick = max(fitting, key=lambda o: (o.batch, -ORDER.index(o.strategy)), default=None)
+    return Plan(spec, options, pick)
+
+
+def default_strategies(spec: RunSpec) -> list[str]:
+    """Every strategy that the number of GPUs allows and an engine models."""
+    alone = spec.gpus == 1
+    return [s for s in ORDER if s in ENGINES and (s == "none") == alone]
+
+
+class _Source:
+    """Traces of one compute dtype at any batch size, from as few real ones as possible."""
+
+    def __init__(self, spec: RunSpec, dtype: str | None) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._lines: Scaled | None = None
+        self._known: dict[int, Trace] = {}
+
+    def real(self, batch: int) -> Trace:
+        if batch not in self._known:
+            spec = self._spec.model_copy(update={"per_device_train_batch_size": batch})
+            self._known[batch] = trace_spec(spec, compute_dtype=self._dtype)
+        return self._known[batch]
+
+    def at(self, batch: int) -> Trace:
+        if self._lines is None:
+            self._lines = scaled(self.real(2), self.real(4), 2, 4)
+        if batch in self._known or self._lines is None:
+            return self.real(batch)
+        return self._lines.at(batch)
+
+
+def _option(spec: RunSpec, source: _Source, max_batch: int) -> Option:
+    def at(batch: int, trace: Callable[[int], Trace]) -> Estimate:
+        chosen = spec.model_copy(update={"per_device_train_batch_size": batch})
+        return estimate_trace(trace(batch), chosen)
+
+    def fits(batch: int) -> bool:
+        if batch > max_batch:
+            return False
+        found = at(batch, source.at)
+        return found.fit is not None and found.fit.fits
+
+    batch = largest_batch(fits)
+    final = at(max(batch, 1), source.real)
+    while batch and final.fit is not None and not final.fit.fits:
+        batch -= 1  # the lines said yes, the step itself says no
+        final = at(max(batch, 1), source.real)
+    assert final.fit is not None
+    peak = final.worst.peak.device if batch else None
+    return Option(spec.strategy, batch, peak, final.fit.sentence)
+
+
+make_callable(__name__)
