@@ -52,11 +52,16 @@ class Rank:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether the worst rank fits its GPU, and how."""
+    """Whether the worst rank fits its GPU, and how.
+
+    ``device`` is what nvidia-smi then shows: with little room the allocator gives cached blocks
+    back, so it can be less than the peak without a limit.
+    """
 
     fits: bool
     capacity: int
     sentence: str
+    device: int
     retries: int = 0
 
 
@@ -211,6 +216,7 @@ def _fit(
             f"out of memory on {device.name} ({capacity / gib:.2f} GiB): {at.op or 'a load'} "
             f"in {at.phase}{f' of {at.module}' if at.module else ''} asks for "
             f"{timeline.oom.requested / 2**20:,.1f} MiB",
+            int(timeline.reserved.max()) + sum(outside.values()),
             timeline.retries,
         )
     how = (
@@ -218,8 +224,9 @@ def _fit(
         if timeline.retries
         else f"fits {device.name}"
     )
-    left = capacity - int(timeline.reserved.max()) - sum(outside.values())
-    return Fit(True, capacity, f"{how}, {left / gib:.2f} GiB to spare", timeline.retries)
+    used = int(timeline.reserved.max()) + sum(outside.values())
+    spare = f"{(capacity - used) / gib:.2f} GiB to spare"
+    return Fit(True, capacity, f"{how}, {spare}", used, timeline.retries)
 
 
 def _interval(worst: Rank, device: DeviceProfile, spec: RunSpec) -> tuple[int, int]:

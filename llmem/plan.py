@@ -119,8 +119,8 @@ def _option(spec: RunSpec, source: _Source, max_batch: int) -> Option:
         batch -= 1  # the lines said yes, the step itself says no
         final = at(max(batch, 1), source.real)
     assert final.fit is not None
-    peak = final.worst.peak.device if batch else None
-    return Option(spec.strategy, batch, peak, final.fit.sentence)
+    used = final.fit.device if batch else None
+    return Option(spec.strategy, batch, used, final.fit.sentence)
 
 
 make_callable(__name__)
