@@ -21,6 +21,7 @@ ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
 OPTIMIZERS = (
     "adamw_torch",
     "adamw_torch_fused",
+    "adamw_torch_foreach",
     "adamw_torch_single",
     "adam",
     "sgd",
@@ -33,7 +34,8 @@ OPTIMIZERS = (
 """``TrainingArguments.optim`` names that can be built, and a few variants of our own.
 
 ``adamw_torch`` is torch's AdamW as torch chooses its implementation (foreach on CUDA),
-``adamw_torch_single`` the one-parameter-at-a-time loop, ``adam`` is ``torch.optim.Adam``,
+``adamw_torch_foreach`` all parameters at once, ``adamw_torch_single`` the loop over parameters
+(whatever the device), ``adam`` is ``torch.optim.Adam``,
 ``sgd_momentum`` is SGD with momentum 0.9."""
 
 

@@ -114,10 +114,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, d_model = x.shape
-        q, k, v = (
-            projection(x).view(batch, length, self.heads, -1).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
         q = self.rotary(q)
         k = self.rotary(k)
         at = torch.arange(length, device=x.device)

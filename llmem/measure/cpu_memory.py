@@ -47,15 +47,16 @@ class MemoryEvent:
 class Curve:
     """Live bytes after each event, without gloo's staging copies, which are counted apart.
 
-    ``late_frees`` are buffers that a gloo thread let go of after the main thread had;
-    ``unknown_frees`` frees of memory from before the recording.
+    ``foreign_frees`` are buffers that another thread than the step's freed, ``unseen_frees`` those
+    whose address was given out again although no free was reported, ``unknown_frees`` frees of
+    memory from before the recording. The first two should be 0 but for staging.
     """
 
     time: list[int] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
-    late_frees: int = 0
-    late_bytes: int = 0
+    foreign_frees: int = 0
+    unseen_frees: int = 0
     unknown_frees: int = 0
 
 
@@ -104,23 +105,19 @@ def curve_of(events: list[MemoryEvent]) -> Curve:
     live = staging = 0
     main = _main_thread(events)
     for event in events:
+        before = alive.pop(event.address, None)
+        if before is not None:
+            staging -= before.nbytes if before.is_staging else 0
+            live -= 0 if before.is_staging else before.nbytes
+            if not before.is_staging:
+                curve.unseen_frees += event.nbytes > 0
+                curve.foreign_frees += event.nbytes < 0 and event.thread != main
         if event.nbytes > 0:
             alive[event.address] = event
-            born = event
-        else:
-            found = alive.pop(event.address, None)
-            if found is None:
-                curve.unknown_frees += 1
-                continue
-            born = found
-            if not born.is_staging and event.thread != main:
-                curve.late_frees += 1
-                curve.late_bytes += born.nbytes
-        change = event.nbytes if event.nbytes > 0 else -born.nbytes
-        if born.is_staging:
-            staging += change
-        else:
-            live += change
+            staging += event.nbytes if event.is_staging else 0
+            live += 0 if event.is_staging else event.nbytes
+        elif before is None:
+            curve.unknown_frees += 1
         curve.time.append(event.time)
         curve.live.append(live)
         curve.staging.append(staging)

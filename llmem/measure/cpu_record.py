@@ -74,7 +74,8 @@ def summarise(events: list[MemoryEvent], marks: list[Mark]) -> dict[str, Any]:
         ],
         "at_peak": _by_scope(alive_after(events, at)),
         "events": len(events),
-        "late_frees": {"count": curve.late_frees, "bytes": curve.late_bytes},
+        "foreign_frees": curve.foreign_frees,
+        "unseen_frees": curve.unseen_frees,
         "unknown_frees": curve.unknown_frees,
     }
 

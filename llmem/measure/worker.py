@@ -62,14 +62,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_process_group(device: str, fake_world: int | None) -> None:
-    """nccl on GPUs, gloo on CPU, or the view of rank 0 of ``fake_world`` in this one process."""
+    """nccl on GPUs, gloo (on copies) on CPU, or the view of rank 0 of ``fake_world`` in this one process."""
     import torch
     import torch.distributed as dist
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if fake_world is None:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        from llmem.measure.gloo import register
+
+        dist.init_process_group("nccl" if device == "cuda" else register())
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

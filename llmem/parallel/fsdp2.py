@@ -18,6 +18,7 @@ Read in torch/distributed/fsdp/_fully_shard (``_fsdp_param_group.py`` for the or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil, prod
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
-from llmem.parallel.gradients import gradient_rows
+from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
 
 COPY_IN_STREAM, REDUCE_SCATTER_STREAM, ALL_REDUCE_STREAM = 1, 2, 3
@@ -81,6 +82,19 @@ class _Group:
     all_gather_output: int | None = None
     unsharded: bool = False
     post_forward: list[int] = field(default_factory=list)
+    accumulated: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """A hook of FSDP2 at a tick; ``order`` sorts those at the same one."""
+
+    tick: int
+    order: int
+    name: str
+    group: _Group
+    micro_batch: int = 0
+    last_micro_batch: bool = True
 
 
 class Fsdp2Pass:
@@ -98,6 +112,7 @@ class Fsdp2Pass:
         self._held_output: int | None = None
         self._reduce_inputs: list[int] = []
         self._gradient_rows = gradient_rows(trace)
+        self._added = added_gradients(trace)
 
     # -- the whole step ------------------------------------------------------------------------
 
@@ -124,32 +139,31 @@ class Fsdp2Pass:
 
     def _play(self, step: int) -> None:
         """All hooks of one step, in program order."""
-        for tick, _, hook, group, last in sorted(
-            self._hooks(step), key=lambda item: (item[0], item[1])
-        ):
-            if hook == "pre_forward":
-                self._pre_forward(group, tick, step)
-            elif hook == "post_forward":
-                self._post_forward(group, tick, step)
-            elif hook == "pre_backward":
-                self._pre_backward(group, tick, step)
+        hooks = sorted(self._hooks(step), key=lambda hook: (hook.tick, hook.order))
+        for hook in hooks:
+            if hook.name == "pre_forward":
+                self._pre_forward(hook.group, hook.tick, step)
+            elif hook.name == "post_forward":
+                self._post_forward(hook.group, hook.tick, step)
+            elif hook.name == "pre_backward":
+                self._pre_backward(hook.group, hook.tick, step)
             else:
-                self._post_backward(group, tick, step, last)
+                self._post_backward(hook, step)
 
-    def _hooks(self, step: int) -> list[tuple[int, int, str, _Group, bool]]:
-        """(tick, order at equal ticks, hook, group, whether backward ends with it)."""
-        hooks = []
-        depth = {True: 0, False: 1}
+    def _hooks(self, step: int) -> Iterator[_Hook]:
+        """Every hook of a step, in no particular order."""
         for group in self.groups:
             unit = group.unit
+            before, after = (0, 3) if unit.is_root else (1, 2)
             for window in unit.forward.get(step, []):
-                hooks.append((window.start, depth[unit.is_root], "pre_forward", group, False))
-                hooks.append((window.end, 3 - depth[unit.is_root], "post_forward", group, False))
-            for window in unit.backward.get(step, []):
-                order = (5, 9) if unit.is_root else (6, 4)
-                hooks.append((window.start, order[0], "pre_backward", group, False))
-                hooks.append((window.end, order[1], "post_backward", group, unit.is_root))
-        return hooks
+                yield _Hook(window.start, before, "pre_forward", group)
+                yield _Hook(window.end, after, "post_forward", group)
+            windows = unit.backward.get(step, [])
+            before, after = (5, 9) if unit.is_root else (6, 4)
+            for micro, window in enumerate(windows):
+                last = micro == len(windows) - 1
+                yield _Hook(window.start, before, "pre_backward", group)
+                yield _Hook(window.end, after, "post_backward", group, micro, last)
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -180,20 +194,48 @@ class Fsdp2Pass:
         if before is not None:
             self._unshard(before, tick, Phase.BACKWARD, step)
 
-    def _post_backward(self, group: _Group, tick: int, step: int, last: bool) -> None:
+    def _post_backward(self, hook: _Hook, step: int) -> None:
+        group, tick = hook.group, hook.tick
         mine = [
             (p, row)
             for p in group.unit.trainable
             if (row := self._gradient_rows.get((step, p.key))) is not None
         ]
+        self._accumulate(hook, mine, step)
         self._reshard(group, tick)
-        while self._reduce_inputs:
-            self.editor.free(self._reduce_inputs.pop(0), tick)
+        if not hook.last_micro_batch:  # no_sync: reduced after the last micro-batch only
+            return
+        self._release_reduce_inputs(tick)
         if mine:
             self._reduce(group, mine, tick, step)
-        if last:
-            while self._reduce_inputs:
-                self.editor.free(self._reduce_inputs.pop(0), tick)
+        if group.unit.is_root:
+            self._release_reduce_inputs(tick)
+
+    def _accumulate(self, hook: _Hook, mine: list[tuple[Parameter, int]], step: int) -> None:
+        """Gradients kept between micro-batches have the reduce dtype.
+
+        (``to_accumulated_grad_if_needed`` and ``accumulate_unsharded_grad_if_needed``: a copy per
+        parameter after the first micro-batch, to which later gradients are added.)
+        """
+        group, tick, editor = hook.group, hook.tick, self.editor
+        reduced = self.options.reduce_dtype
+        if reduced is None or not mine or reduced == self._gather_dtype(mine[0][0]):
+            return
+        if hook.micro_batch == 0:
+            if hook.last_micro_batch:
+                return
+            for parameter, row in mine:
+                nbytes = parameter.numel * ITEMSIZE[reduced]
+                kept = editor.add(
+                    nbytes, editor.at(tick), category=Category.GRADIENT,
+                    module=group.unit.name, key=parameter.key,
+                )  # fmt: skip
+                group.accumulated.append(kept)
+                editor.end(row, editor.at(tick))
+            return
+        for parameter, _ in mine:
+            for temporary in self._added.get((step, hook.micro_batch, parameter.key), []):
+                editor.end(temporary, editor.at(tick))
 
     # -- buffers ---------------------------------------------------------------------------------
 
@@ -270,8 +312,12 @@ class Fsdp2Pass:
                 elements * ranks * ITEMSIZE[reduced], editor.at(tick), module=name, op=op
             )
         )
-        for _, row in mine:
-            editor.end(row, editor.at(tick))
+        if group.accumulated:
+            editor.free(group.accumulated, tick)
+            group.accumulated = []
+        else:
+            for _, row in mine:
+                editor.end(row, editor.at(tick))
         output = editor.add(
             elements * ITEMSIZE[reduced],
             editor.at(tick),
@@ -311,6 +357,10 @@ class Fsdp2Pass:
         return sorted(
             ran, key=lambda g: (g.unit.forward[step][-1].end, 1 if g.unit.is_root else 0)
         )
+
+    def _release_reduce_inputs(self, tick: int) -> None:
+        while self._reduce_inputs:
+            self.editor.free(self._reduce_inputs.pop(0), tick)
 
     def _release_held_output(self, tick: int) -> None:
         if self._held_output is not None:

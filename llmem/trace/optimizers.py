@@ -45,6 +45,7 @@ def plan_optimizer(optim: str, *, cuda: bool) -> OptimizerPlan:
     classes: dict[str, tuple[Any, dict[str, Any]]] = {
         "adamw_torch": (torch.optim.AdamW, {"weight_decay": 0.0}),
         "adamw_torch_fused": (torch.optim.AdamW, {"weight_decay": 0.0, "fused": True}),
+        "adamw_torch_foreach": (torch.optim.AdamW, {"weight_decay": 0.0, "foreach": True}),
         "adamw_torch_single": (torch.optim.AdamW, {"weight_decay": 0.0, "foreach": False}),
         "adam": (torch.optim.Adam, {}),
         "sgd": (torch.optim.SGD, {}),
@@ -59,7 +60,8 @@ def plan_optimizer(optim: str, *, cuda: bool) -> OptimizerPlan:
     if options.get("fused"):
         implementation, why = "fused", f"--optim {optim} asks for it"
     elif "foreach" in options:
-        implementation, why = "single-tensor", f"--optim {optim} asks for it"
+        implementation = "foreach" if options["foreach"] else "single-tensor"
+        why = f"--optim {optim} asks for it"
     elif optim == "adafactor_torch":
         implementation, why = "single-tensor", "torch.optim.Adafactor's default on every device"
     else:
