@@ -140,6 +140,66 @@ def compare(model: str, **options: Any) -> None:
 
 
 @main.command()
+@click.argument("model")
+@run_options
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--fake-world", type=click.IntRange(2), help="Be rank 0 of so many on one GPU.")
+@click.option("--history", is_flag=True, help="Also write the allocation history beside --out.")
+@click.option("--out", metavar="RECORD", type=click.Path(path_type=Path), help="Record to write.")
+@json_option
+def measure(model: str, **options: Any) -> None:
+    """Run it for real (torchrun inside) and write a record.
+
+    On cpu the processes talk over gloo and live bytes are recorded; on cuda what torch and NVML
+    count.
+    """
+    fields = spec_fields(model, options)
+    from llmem.progress import working
+
+    with working(f"Training {model} for real", quiet=options["json_out"] == "-"):
+        from llmem.measure import measure as run
+        from llmem.spec import make_spec
+
+        record = run(
+            make_spec(**fields),
+            device=options["device"],
+            out=options["out"],
+            steps=options["steps"],
+            fake_world=options["fake_world"],
+            history=options["history"],
+        )
+    if _write_json(record, options["json_out"]):
+        return
+    from llmem.report.text import print_record
+
+    print_record(record)
+
+
+@main.command()
+@click.argument("records", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--boundaries", is_flag=True, help="Also at each block's boundaries (CPU records).")
+@json_option
+def validate(records: tuple[Path, ...], boundaries: bool, json_out: str | None) -> None:
+    """Predicted against measured: the error table of one or more records."""
+    from llmem.progress import working
+
+    results: dict[str, list[Any]] = {}
+    with working("Predicting what was measured", quiet=json_out == "-"):
+        from llmem.measure import validate as run
+        from llmem.measure.launch import read_record
+
+        for path in records:
+            results[path.name] = run(read_record(path), boundaries=boundaries)
+    rows = [{"record": name, **row.to_json()} for name, found in results.items() for row in found]
+    if _write_json({"rows": rows}, json_out):
+        return
+    from llmem.report.text import print_validation
+
+    print_validation(results)
+
+
+@main.command()
 @json_option
 def models(json_out: str | None) -> None:
     """Models known by name."""

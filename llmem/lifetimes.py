@@ -103,6 +103,10 @@ class Ops:
         return len(self.name)
 
 
+OP_COLUMNS = (np.int32, np.int32, np.int8, np.int16, np.int64, np.bool_)
+"""The dtypes of the fields of Ops, in their order."""
+
+
 @dataclass(frozen=True)
 class Lifetimes:
     """One row per storage.

@@ -35,6 +35,19 @@ _WHAT = [
         type=click.Choice(["flash", "efficient", "cudnn", "math"]),
         help="Force SDPA's kernel instead of choosing as torch does.",
     ),
+    click.option(
+        "--liger", is_flag=True, default=None, help="Liger's kernels and its loss without logits."
+    ),
+    click.option(
+        "--loss",
+        type=click.Choice(["full", "chunked", "liger"]),
+        help="full: logits of all tokens; liger: Liger's fused linear cross-entropy alone.",
+    ),
+    click.option("--padding", is_flag=True, default=None, help="Attention masks hold zeros."),
+    click.option(
+        "--as-transformers", metavar="VERSION", help="Habits of that version, as far as known."
+    ),
+    click.option("--as-torch", metavar="VERSION", help="Scratch and choices of that version."),
     click.option("--lora-r", type=int, metavar="N"),
     click.option("--lora-alpha", type=int, metavar="N"),
     click.option("--lora-dropout", type=float, metavar="P"),
@@ -62,7 +75,8 @@ _WHERE = [
 FIELDS = (
     "per_device_train_batch_size", "seq_length", "gradient_accumulation_steps", "method",
     "param_dtype", "bf16", "fp16", "optim", "max_grad_norm", "gradient_checkpointing",
-    "attn_implementation", "sdpa_backend", "lora_r", "lora_alpha", "lora_dropout",
+    "attn_implementation", "sdpa_backend", "liger", "loss", "padding", "as_transformers", "as_torch",
+    "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "gpus", "strategy", "tp", "pp", "gpu", "reshard_after_forward",
     "bucket_cap_mb", "gradient_as_bucket_view", "deepspeed", "offload", "hybrid_shard",
     "alloc_conf",

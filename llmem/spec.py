@@ -73,6 +73,9 @@ class RunSpec(BaseModel):
     as_torch: str | None = Field(
         None, description="torch version whose kernels' scratch is assumed; None: the installed one"
     )
+    as_transformers: str | None = Field(
+        None, description="transformers version whose habits are assumed; None: the installed one"
+    )
 
     lora_r: int = Field(8, ge=1)
     lora_alpha: int = Field(16, ge=1)

@@ -167,11 +167,13 @@ class Decoder(nn.Module):
         self.lm_head = Linear(shape.d_model, shape.vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.token_embeddings(ids)
+        x = embedded = self.token_embeddings(ids)
         for layer in self.layers:
             x = layer(x)
         x = self.ln_final(x)
-        return self.lm_head(x)  # type: ignore[no-any-return]
+        logits: Tensor = self.lm_head(x)
+        del x, embedded  # the inference histories hold the embeddings until here
+        return logits
 
 
 def log_softmax(x: Tensor, dim: int) -> Tensor:

@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import llmem
 from experiments.cuda_logs.course_transformer import Shape, inference, training
+from llmem.gpu.event_log import read_log
 from llmem.gpu.replay import replay_log
 from llmem.lifetimes import Trace
 from llmem.timeline import replay
@@ -38,10 +40,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Side:
-    """What one side of the comparison saw: peak of active bytes, and its requests in order."""
+    """What one side of the comparison saw: peaks in bytes, and its requests in order.
 
-    peak: int
-    base: int
+    ``active`` counts the allocator's blocks, ``requested`` what was asked for.
+    """
+
+    active: int
+    requested: int
     allocations: list[Allocation]
 
 
@@ -56,7 +61,7 @@ class Match:
     @property
     def peak_error(self) -> float:
         """(traced - recorded) / recorded."""
-        return self.traced.peak / self.recorded.peak - 1
+        return self.traced.active / self.recorded.active - 1
 
     @property
     def of_recorded(self) -> float:
@@ -77,8 +82,21 @@ def recorded(log: Path) -> Side:
         for row in rows
         if row["action"] == "alloc" and int(row["size"]) >= SMALLEST
     ]
-    report: Any = replay_log(log)
-    return Side(report.allocated_peak_real, 0, allocations)
+    return Side(replay_log(log).allocated_peak_real, _requested_peak(log), allocations)
+
+
+def _requested_peak(path: Path) -> int:
+    """From what is held at the end of the record and the events that led there."""
+    log = read_log(path)
+    held = sum(
+        block.requested
+        for segment in log.segments or ()
+        for block in segment.blocks
+        if block.state != "inactive"
+    )
+    sign = {"alloc": 1, "free_completed": -1}
+    level = list(accumulate(sign.get(event.action, 0) * event.size for event in log.events))
+    return held - level[-1] + max(level)
 
 
 def traced(trace: Trace) -> Side:
@@ -94,8 +112,8 @@ def traced(trace: Trace) -> Side:
         for row in births
         if table.nbytes[row] >= SMALLEST
     ]
-    peak = int(timeline.allocated[start:last].max())
-    return Side(peak, int(timeline.allocated[start - 1]), allocations)
+    peaks = (int(curve[start:last].max()) for curve in (timeline.allocated, timeline.requested))
+    return Side(*peaks, allocations)
 
 
 def _why(trace: Trace, row: int) -> str:
@@ -163,8 +181,12 @@ def unmatched(result: Match) -> list[tuple[str, Counter[tuple[int, str]]]]:
 
 def show(result: Match) -> None:
     ours, theirs = result.traced, result.recorded
-    print(f"peak active  traced {ours.peak / 2**20:,.1f} MiB  recorded {theirs.peak / 2**20:,.1f} MiB")
-    print(f"             {result.peak_error:+.3%}")
+    for level in ("active", "requested"):
+        mine, real = getattr(ours, level), getattr(theirs, level)
+        print(
+            f"peak {level}: traced {mine / 2**20:,.1f} MiB, recorded {real / 2**20:,.1f} MiB, "
+            f"{mine / real - 1:+.3%}"
+        )
     print(
         f"allocations of 2 KiB and more, in order: {len(result.pairs)} match, "
         f"{result.of_recorded:.2%} of the log's {len(theirs.allocations)}, "

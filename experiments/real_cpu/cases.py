@@ -48,14 +48,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """What differs between the runs of a model; parameters are fp32 unless said."""
 
-WITHOUT_SDPA = frozenset({"bloom"})
-"""transformers has no SDPA attention for these; they run eagerly in every case."""
+def has_sdpa(model: str) -> bool:
+    """Whether transformers has SDPA attention for the class; without it every case runs eagerly."""
+    import transformers
+
+    return bool(getattr(transformers, MODELS[model]["architectures"][0])._supports_sdpa)
 
 
 def spec_of(model: str, case: str) -> RunSpec:
     """The run named by a key of ``MODELS`` and one of ``CASES``, for CPU kernels."""
     fields = {"param_dtype": "fp32", **CASES[case]}
-    if model in WITHOUT_SDPA:
+    if not has_sdpa(model):
         fields["attn_implementation"] = "eager"
     if fields.get("method") == "lora":
         fields |= {"lora_r": 5, "lora_target_modules": "all-linear"}

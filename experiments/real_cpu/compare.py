@@ -24,6 +24,13 @@ from llmem.timeline import Timeline, replay
 from llmem.trace.run import trace_spec
 
 
+SCALAR = 8
+"""Bytes of the largest scalar."""
+
+NUMBER = "a Python number"
+"""What makes an allocation outside any op: ``x * 0.5`` wraps 0.5 before it calls the op."""
+
+
 @dataclass(frozen=True)
 class Recorded:
     """Meta trace against the same recorder on real tensors."""
@@ -74,6 +81,9 @@ class Profiled:
     """Bytes and ops of the scratch alive at the real peak."""
     unseen: str
     """Bytes and ops alive at the real peak beyond scratch that the prediction does not have."""
+    only_real: Counter[str]
+    """Allocations of the whole run (bytes and op) that have no predicted birth of that size."""
+    only_predicted: Counter[str]
 
 
 def against_profiler(spec: RunSpec) -> Profiled:
@@ -90,7 +100,39 @@ def against_profiler(spec: RunSpec) -> Profiled:
         if i in scratch
     )
     unseen = _unseen(curve, profile, quiet_when, scratch)
-    return Profiled(int(curve.requested.max()), real, quiet, _listed(at_peak), _listed(unseen))
+    only_real, only_predicted = _unmatched(trace, profile, scratch)
+    return Profiled(
+        predicted=int(curve.requested.max()),
+        real=real,
+        real_without_scratch=quiet,
+        scratch=_listed(at_peak),
+        unseen=_listed(unseen),
+        only_real=only_real,
+        only_predicted=only_predicted,
+    )
+
+
+def _unmatched(
+    trace: Trace, profile: Profile, scratch: frozenset[int]
+) -> tuple[Counter[str], Counter[str]]:
+    """Births of either side that the other lacks, matched by size; scalars (8 bytes) left out."""
+    table = trace.lifetimes
+    predicted: dict[int, list[str]] = {}
+    for row in np.flatnonzero((table.birth_op >= 0) & (table.nbytes > SCALAR)):
+        name = trace.op_name(int(table.birth_op[row]))
+        predicted.setdefault(int(table.nbytes[row]), []).append(name)
+    only_real: Counter[str] = Counter()
+    for index, block in enumerate(profile.blocks):
+        if index in scratch or block.nbytes <= SCALAR:
+            continue
+        op = block.ops[0] if block.ops else NUMBER
+        same = predicted.get(block.nbytes, [])
+        if same:
+            same.remove(op) if op in same else same.pop()
+        else:
+            only_real[f"{block.nbytes} bytes of {op}"] += 1
+    only_predicted = Counter(f"{n} bytes of {op}" for n, ops in predicted.items() for op in ops)
+    return only_real, only_predicted
 
 
 def _unseen(
@@ -107,7 +149,7 @@ def _unseen(
         if predicted[block.nbytes]:
             predicted[block.nbytes] -= 1
         else:
-            op = block.ops[0] if block.ops else "no op"
+            op = block.ops[0] if block.ops else NUMBER
             found[f"{block.nbytes} bytes of {op}"] += 1
     return found
 
@@ -134,6 +176,8 @@ def main() -> None:
             gap = profiled.real - profiled.predicted
             quiet = profiled.real_without_scratch - profiled.predicted
             notes = [recorded.difference, profiled.scratch, profiled.unseen if quiet else ""]
+            for side, lacking in (("real", profiled.only_real), ("predicted", profiled.only_predicted)):
+                notes.append(f"only {side}: {_listed(lacking)}" if lacking else "")
             print(f"{model:12} {case:34} {recorded.predicted:10,} "
                   f"{recorded.real - recorded.predicted:+8,} {gap / profiled.predicted:+9.3%} "
                   f"{quiet:+11,}  {'; '.join(n for n in notes if n)}", flush=True)  # fmt: skip

@@ -4,7 +4,7 @@
 ``llmem.estimate``.
 """
 
-from llmem.measure.launch import measure
+from llmem.measure.launch import measure, measure_all
 from llmem.measure.validate import Row, validate
 
-__all__ = ["Row", "measure", "validate"]
+__all__ = ["Row", "measure", "measure_all", "validate"]

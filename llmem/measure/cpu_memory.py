@@ -16,8 +16,17 @@ import torch
 
 from llmem.measure.marks import PREFIX, Mark
 
-STAGING_SCOPES = ("c10d::", "gloo:")
-"""Allocations inside these ops are copies that gloo makes on the host; NCCL makes none there."""
+HOST = "host:"
+"""Prefix of ranges whose allocations are in host memory on a GPU machine too."""
+
+LEFT_OUT = {
+    "gloo": ("c10d::", "gloo:"),
+    "host": (HOST,),
+    "chunk_cat": ("fsdp::chunk_cat", "aten::_chunk_cat"),
+}
+"""What is not counted because a GPU run has no such memory on the device, by the ops or ranges in
+which it is allocated: gloo's copies (NCCL makes none), host memory, and the padded copies that
+``_chunk_cat`` makes on CPU (on CUDA it is one kernel, ATen/native/cuda/TensorShape.cu)."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,12 @@ class MemoryEvent:
     scopes: tuple[str, ...]
 
     @property
-    def is_staging(self) -> bool:
-        return any(scope.startswith(STAGING_SCOPES) for scope in self.scopes)
+    def left_out(self) -> str | None:
+        """Why this allocation is not counted (a key of ``LEFT_OUT``), None if it is."""
+        for reason, prefixes in LEFT_OUT.items():
+            if any(scope.startswith(prefixes) for scope in self.scopes):
+                return reason
+        return None
 
     @property
     def scope(self) -> str:
@@ -45,16 +58,17 @@ class MemoryEvent:
 
 @dataclass
 class Curve:
-    """Live bytes after each event, without gloo's staging copies, which are counted apart.
+    """Live bytes after each event, without what is left out.
 
-    ``foreign_frees`` are buffers that another thread than the step's freed, ``unseen_frees`` those
+    ``left_out`` sums the bytes ever allocated for each reason (when gloo's threads free them is not
+    reliably seen), ``foreign_frees`` are buffers that another thread than the step's freed, ``unseen_frees`` those
     whose address was given out again although no free was reported, ``unknown_frees`` frees of
-    memory from before the recording. The first two should be 0 but for staging.
+    memory from before the recording.
     """
 
     time: list[int] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
-    staging: list[int] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
     foreign_frees: int = 0
     unseen_frees: int = 0
     unknown_frees: int = 0
@@ -102,25 +116,24 @@ def curve_of(events: list[MemoryEvent]) -> Curve:
     """Running sums of the events, each free matched with its allocation by address."""
     curve = Curve()
     alive: dict[int, MemoryEvent] = {}
-    live = staging = 0
+    live = 0
     main = _main_thread(events)
     for event in events:
         before = alive.pop(event.address, None)
-        if before is not None:
-            staging -= before.nbytes if before.is_staging else 0
-            live -= 0 if before.is_staging else before.nbytes
-            if not before.is_staging:
-                curve.unseen_frees += event.nbytes > 0
-                curve.foreign_frees += event.nbytes < 0 and event.thread != main
+        if before is not None and not before.left_out:
+            live -= before.nbytes
+            curve.unseen_frees += event.nbytes > 0
+            curve.foreign_frees += event.nbytes < 0 and event.thread != main
         if event.nbytes > 0:
             alive[event.address] = event
-            staging += event.nbytes if event.is_staging else 0
-            live += 0 if event.is_staging else event.nbytes
+            if reason := event.left_out:
+                curve.left_out[reason] = curve.left_out.get(reason, 0) + event.nbytes
+            else:
+                live += event.nbytes
         elif before is None:
             curve.unknown_frees += 1
         curve.time.append(event.time)
         curve.live.append(live)
-        curve.staging.append(staging)
     return curve
 
 
@@ -133,7 +146,7 @@ def _main_thread(events: list[MemoryEvent]) -> int:
 
 
 def alive_after(events: list[MemoryEvent], time: int) -> list[MemoryEvent]:
-    """The allocations (staging left out) alive after the events up to ``time``."""
+    """The counted allocations alive after the events up to ``time``."""
     alive: dict[int, MemoryEvent] = {}
     for event in events:
         if event.time > time:
@@ -142,4 +155,4 @@ def alive_after(events: list[MemoryEvent], time: int) -> list[MemoryEvent]:
             alive[event.address] = event
         else:
             alive.pop(event.address, None)
-    return [event for event in alive.values() if not event.is_staging]
+    return [event for event in alive.values() if not event.left_out]

@@ -6,14 +6,16 @@ import csv
 import gc
 import gzip
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from llmem.lifetimes import Phase
 from llmem.measure.cpu_memory import Curve, MemoryEvent, alive_after, curve_of, profiler, read
+from llmem.measure.engines import Wrapped
 from llmem.measure.marks import Mark
 
 SHOWN_AT_PEAK = 16
@@ -26,12 +28,15 @@ class CpuRecorder:
     def __init__(self, history: Path | None = None) -> None:
         self._profiler = profiler()
         self._history = history
+        self._host = 0
+        self._notes: list[str] = []
 
     def start(self) -> None:
         self._profiler.start()
 
-    def before_steps(self) -> None:
-        return None
+    def before_steps(self, wrapped: Wrapped) -> None:
+        self._host = wrapped.host_bytes
+        self._notes = wrapped.notes
 
     def after_step(self) -> None:
         return None
@@ -43,11 +48,15 @@ class CpuRecorder:
         events, marks = read(self._profiler)
         if self._history is not None:
             _write_history(events, marks, self._history)
-        return summarise(events, marks) | {"reachable_at_end": reachable}
+        found = summarise(events, marks, self._host)
+        return found | {"reachable_at_end": reachable - self._host, "notes": self._notes}
 
 
-def summarise(events: list[MemoryEvent], marks: list[Mark]) -> dict[str, Any]:
+def summarise(events: list[MemoryEvent], marks: list[Mark], host: int = 0) -> dict[str, Any]:
     """Peaks and boundaries from raw events and marks.
+
+    ``host`` bytes are alive throughout that would be in host memory on a GPU machine (the data
+    loader's batch); they are left out of every number.
 
     >>> allocate = MemoryEvent(10, 64, 1, 0, ())
     >>> free = MemoryEvent(12, -64, 1, 0, ())
@@ -56,21 +65,27 @@ def summarise(events: list[MemoryEvent], marks: list[Mark]) -> dict[str, Any]:
     {'forward': 64}
     """
     curve = curve_of(events)
+    curve.live = [live - host for live in curve.live]
+    setup = [m for m in marks if m.phase == Phase.SETUP.label]
+    marks = [m for m in marks if m.phase != Phase.SETUP.label]
     steps = [_step(curve, marks, step) for step in sorted({m.step for m in marks})]
     peak = max(step["peak"] for step in steps)
+    last = steps[-1]["step"]
     first = min(m.start for m in marks)
     at = _first_reach(curve, peak, first)
     return {
         "peak": peak,
-        "setup_peak": max(curve.live[: bisect_left(curve.time, first)], default=0),
+        "setup_peak": max(
+            (_peak_between(curve.time, curve.live, m.start, m.end) for m in setup), default=0
+        ),
         "before_steps": _live_at(curve.time, curve.live, first),
         "end": curve.live[-1] if curve.live else 0,
-        "staging_peak": max(curve.staging, default=0),
+        "left_out": {"batch": host, **curve.left_out},
         "steps": steps,
         "boundaries": [
             [m.step, m.phase, m.unit, m.edge, _live_at(curve.time, curve.live, m.start)]
             for m in marks
-            if m.kind == "unit"
+            if m.kind == "unit" and m.step in (0, last)
         ],
         "at_peak": _by_scope(alive_after(events, at)),
         "events": len(events),
@@ -93,7 +108,6 @@ def _step(curve: Curve, marks: list[Mark], step: int) -> dict[str, Any]:
         "step": step,
         "peak": _peak_between(curve.time, curve.live, start, end),
         "end": _live_at(curve.time, curve.live, end),
-        "staging_peak": _peak_between(curve.time, curve.staging, start, end),
         "phases": phases,
     }
 

@@ -7,13 +7,16 @@ the arguments that accelerate passes where RunSpec has no field for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from llmem.errors import LlmemError
+from llmem.lifetimes import Phase
+from llmem.measure.cpu_memory import HOST
+from llmem.measure.marks import Mark
 from llmem.spec import RunSpec
 from llmem.trace.build import Prepared, blocks_of, prepare
 from llmem.trace.step import Watcher
@@ -21,11 +24,15 @@ from llmem.trace.step import Watcher
 
 @dataclass
 class Wrapped:
-    """A step under its engine: call ``step`` with its ``watcher`` set; ``blocks`` are the units."""
+    """A step under its engine: call ``step`` with its ``watcher`` set; ``blocks`` are the units.
+
+    ``host_bytes``: the loader's batch, which stays in host memory on a GPU machine.
+    """
 
     step: Any
     blocks: list[tuple[str, torch.nn.Module]]
     notes: list[str]
+    host_bytes: int
 
     def watch(self, watcher: Watcher) -> None:
         self.step.watcher = watcher
@@ -43,13 +50,25 @@ def build(spec: RunSpec, device: str) -> Wrapped:
         )
     if spec.tp > 1 or spec.pp > 1:
         raise LlmemError("--tp and --pp cannot be measured yet; use --gpus with a --strategy")
-    prepared = prepare(spec, device=device, cuda=device == "cuda")
+    prepared = _prepare(spec, device)
     prepared.step.clip_foreach = None  # torch's own choice for the tensors that it meets
     blocks = [(name, prepared.model.get_submodule(name)) for name in blocks_of(prepared.model)]
-    wrapped = wrap(prepared, spec, device)
+    host_bytes = sum(tensor.nbytes for tensor in prepared.step.make_batch().values())
     if device == "cuda":
         _move_batches(prepared)
-    return Wrapped(wrapped, blocks, prepared.assumptions)
+    with torch.profiler.record_function(Mark.name("phase", 0, Phase.SETUP)):
+        step = wrap(prepared, spec, device)
+    return Wrapped(step, blocks, prepared.assumptions, host_bytes)
+
+
+def _prepare(spec: RunSpec, device: str) -> Prepared:
+    """A sharding engine gets the model in host memory, from where it takes its shards, and has its
+    own mixed precision in place of autocast."""
+    cuda = device == "cuda"
+    if spec.strategy in ("none", "ddp"):
+        return prepare(spec, device=device, cuda=cuda)
+    plain = spec.model_copy(update={"bf16": False, "fp16": False})
+    return prepare(plain, device="cpu", cuda=cuda)
 
 
 def _move_batches(prepared: Prepared) -> None:
@@ -58,41 +77,30 @@ def _move_batches(prepared: Prepared) -> None:
 
 
 class MicroBatches:
-    """The context of each forward: autocast, and no gradient exchange before the last one.
+    """The context of each forward: ``inner``, and no gradient exchange before the last one.
 
-    ``without_sync(last)`` is entered around the forward of each micro-batch.
+    ``exchange(last)`` is entered around the forward of each micro-batch.
     """
 
     def __init__(
         self,
         spec: RunSpec,
-        device: str,
-        *,
-        autocast: bool,
-        without_sync: Callable[[bool], AbstractContextManager[Any]],
+        inner: Callable[[], AbstractContextManager[Any]],
+        exchange: Callable[[bool], AbstractContextManager[Any]],
     ) -> None:
-        self.accumulation = spec.gradient_accumulation_steps
-        self.device = device
-        self.dtype = getattr(torch, spec.autocast_dtype) if spec.autocast_dtype else None
-        self.autocast = autocast and self.dtype is not None
-        self.without_sync = without_sync
+        self._accumulation = spec.gradient_accumulation_steps
+        self._inner = inner
+        self._exchange = exchange
         self._count = 0
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         self._count += 1
-        last = self._count % self.accumulation == 0
-        with ExitStack() as stack:
-            stack.enter_context(self.without_sync(last))
-            if self.autocast:
-                stack.enter_context(torch.autocast(self.device, dtype=self.dtype))
+        with self._exchange(self._count % self._accumulation == 0), self._inner():
             yield
 
 
 def _single(prepared: Prepared, spec: RunSpec, device: str) -> Any:
-    prepared.step.forward_context = MicroBatches(
-        spec, device, autocast=True, without_sync=lambda last: nullcontext()
-    )
     return prepared.step
 
 
@@ -108,10 +116,7 @@ def _ddp(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     step = prepared.step
     step.model = model
     step.forward_context = MicroBatches(
-        spec,
-        device,
-        autocast=True,
-        without_sync=lambda last: nullcontext() if last else model.no_sync(),
+        spec, step.forward_context, lambda last: nullcontext() if last else model.no_sync()
     )
     return step
 
@@ -132,10 +137,9 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, spec.autocast_dtype), reduce_dtype=torch.float32
         )
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh(device, sizes, mesh_dim_names=names),
-        "mp_policy": policy,
-    }
+    with torch.profiler.record_function(HOST + "device mesh"):
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for name in blocks_of(model):
         fully_shard(
             model.get_submodule(name),
@@ -152,8 +156,14 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
 
     step = prepared.step
     step.optimizer = prepared.optimizer_plan.build(p for p in model.parameters() if p.requires_grad)
-    step.forward_context = MicroBatches(spec, device, autocast=False, without_sync=synchronise)
+    step.forward_context = MicroBatches(spec, step.forward_context, synchronise)
     return step
+
+
+def _deepspeed(prepared: Prepared, spec: RunSpec, device: str) -> Any:
+    from llmem.measure.deepspeed_run import wrap
+
+    return wrap(prepared, spec, device)
 
 
 def _upcast_trained(model: torch.nn.Module) -> None:
@@ -163,8 +173,19 @@ def _upcast_trained(model: torch.nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
+def _zero(prepared: Prepared, spec: RunSpec, device: str) -> Any:
+    try:
+        from llmem.measure.deepspeed_run import wrap
+    except ImportError as error:
+        raise LlmemError(f"--strategy {spec.strategy} needs deepspeed: {error}") from error
+    return wrap(prepared, spec, device)
+
+
 _ENGINES: dict[str, Callable[[Prepared, RunSpec, str], Any]] = {
     "none": _single,
     "ddp": _ddp,
     "fsdp2": _fsdp2,
+    "zero1": _deepspeed,
+    "zero2": _deepspeed,
+    "zero3": _deepspeed,
 }

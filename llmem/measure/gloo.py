@@ -95,6 +95,12 @@ class GlooOnCopies(dist.ProcessGroup):
             self._reduce_scatter_base(output, input, opts)
         return _done([])
 
+    # Their names since torch 2.13.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         return self._copied(
             [t for row in outputs for t in row],

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,41 +43,60 @@ def measure(
     process fails.
     """
     _check(spec, device, steps, fake_world, history, out)
+    where = None if out is None else Path(out)
+    stem = _history_stem(where) if history and where else None
+    [record] = measure_all(
+        [spec],
+        device=device,
+        steps=steps,
+        fake_world=fake_world,
+        history=stem,
+        timeout_s=timeout_s,
+    )
+    if where is not None:
+        write_record(record, where)
+    return record
+
+
+def measure_all(
+    specs: Sequence[RunSpec],
+    *,
+    device: str = "cpu",
+    steps: int = 3,
+    fake_world: int | None = None,
+    history: Path | None = None,
+    timeout_s: float = 900,
+) -> list[dict[str, Any]]:
+    """``measure`` for several specs with the same number of processes, started once."""
     if fake_world is not None:
-        spec = spec.model_copy(update={"gpus": fake_world})
+        specs = [spec.model_copy(update={"gpus": fake_world}) for spec in specs]
+    [gpus] = {spec.gpus for spec in specs}
+    processes = 1 if fake_world is not None else gpus
     with tempfile.TemporaryDirectory(prefix="llmem-measure-") as folder:
         job = {
-            "spec": spec_json(spec),
+            "specs": [spec_json(spec) for spec in specs],
             "device": device,
             "steps": steps,
             "fake_world": fake_world,
-            "history": str(_history_stem(Path(out))) if history and out else "",
+            "history": str(history or ""),
             "folder": folder,
         }
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job), encoding="utf-8")
-        processes = 1 if fake_world is not None else spec.gpus
         _run(path, processes, device, timeout_s)
-        ranks = [
-            json.loads((Path(folder) / f"rank{rank}.json").read_text(encoding="utf-8"))
-            for rank in range(processes)
+        return [
+            _record(
+                {"device": device, "spec": fields, "steps": steps, "fake_world": fake_world},
+                [Path(folder) / f"run{number}.rank{rank}.json" for rank in range(processes)],
+            )
+            for number, fields in enumerate(job["specs"])
         ]
-    notes = ranks[0]["notes"]
-    for rank in ranks:
-        del rank["notes"]
-    record = {
-        "schema": SCHEMA,
-        "device": device,
-        "spec": job["spec"],
-        "steps": steps,
-        "fake_world": fake_world,
-        "versions": _versions(),
-        "notes": notes,
-        "ranks": ranks,
-    }
-    if out is not None:
-        write_record(record, Path(out))
-    return record
+
+
+def _record(head: dict[str, Any], rank_files: list[Path]) -> dict[str, Any]:
+    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in rank_files]
+    notes = [rank.pop("notes") for rank in ranks][0]
+    return {"schema": SCHEMA, **head, "versions": _versions(), "notes": notes, "ranks": ranks}
 
 
 def spec_json(spec: RunSpec) -> dict[str, Any]:

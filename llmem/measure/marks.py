@@ -73,16 +73,18 @@ class StepMarks:
     # -- units -------------------------------------------------------------------------------------
 
     def watch_units(self, blocks: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Mark each block's forward (before and after the engine's hooks) and backward (before).
+        """Mark where each block computes, inside the engine's own hooks.
 
-        To be called after the engine has put its own hooks. What checkpointing runs again inside
+        ``forward enter`` comes after the engine's pre-forward hook (what it gathers is there),
+        ``forward exit`` before its post-forward hook, ``backward enter`` after its pre-backward
+        hook. To be called after the engine has put its hooks. What checkpointing runs again inside
         backward is not marked.
         """
         for name, block in blocks:
             self._handles += [
-                block.register_forward_pre_hook(self._entering(name), prepend=True),
-                block.register_forward_hook(self._watch_gradient(name), prepend=True),
-                block.register_forward_hook(self._leaving(name)),
+                block.register_forward_pre_hook(self._entering(name)),
+                block.register_forward_hook(self._leaving(name), prepend=True),
+                block.register_forward_hook(self._watch_gradient(name)),
             ]
 
     def _entering(self, unit: str) -> Callable[..., None]:

@@ -1,6 +1,7 @@
 """One process of a measured run: ``python -m llmem.measure.worker JOB.json`` under torchrun.
 
-Writes ``rank<R>.json`` into the job's folder, or ``error<R>.txt`` with one sentence.
+Writes ``run<I>.rank<R>.json`` for each RunSpec of the job into the job's folder, or
+``error<R>.txt`` with one sentence.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +23,52 @@ def main(path: str) -> int:
     folder = Path(job["folder"])
     rank = int(os.environ.get("RANK", "0"))
     try:
-        record = run(job)
+        start_process_group(job["device"], job["fake_world"])
+        for number, fields in enumerate(job["specs"]):
+            record = json.dumps(run(fields, job))
+            (folder / f"run{number}.rank{rank}.json").write_text(record, encoding="utf-8")
+        stop_process_group()
     except LlmemError as error:
         (folder / f"error{rank}.txt").write_text(str(error), encoding="utf-8")
         return 2
-    (folder / f"rank{rank}.json").write_text(json.dumps(record), encoding="utf-8")
     return 0
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Build the job's RunSpec under its engine, train ``steps`` steps, return the rank's record."""
+def run(fields: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Build a RunSpec under its engine, train the job's steps; returns the rank's record."""
     import torch.distributed as dist
 
     from llmem.measure.engines import build
     from llmem.measure.marks import StepMarks
     from llmem.spec import make_spec
-    from llmem.trace.run import quiet
+    from llmem.trace.run import frees_by_reference_count, quiet
 
-    spec = make_spec(**job["spec"])
-    start_process_group(job["device"], job["fake_world"])
     recorder = recorder_of(job)
-    recorder.start()
-    with quiet():
-        wrapped = build(spec, job["device"])
+    with quiet(), without_onednn():
+        recorder.start()
+        wrapped = build(make_spec(**fields), job["device"])
         marks = StepMarks()
         wrapped.watch(marks)
         marks.watch_units(wrapped.blocks)
-        gc.collect()
-        # Reference cycles would be freed at moments of the collector's choosing.
-        gc.disable()
-        recorder.before_steps()
-        for _ in range(job["steps"]):
-            wrapped.step()
-            recorder.after_step()
-    record = recorder.finish()
-    gc.enable()
-    record |= {"rank": dist.get_rank(), "notes": wrapped.notes}
+        with frees_by_reference_count():
+            recorder.before_steps(wrapped)
+            for _ in range(job["steps"]):
+                wrapped.step()
+                recorder.after_step()
+            record: dict[str, Any] = recorder.finish()
+    del wrapped
+    gc.collect()
     dist.barrier()
-    dist.destroy_process_group()
-    return record
+    return {"rank": dist.get_rank(), **record}
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Multiply bf16 matrices on CPU without oneDNN, whose packed copies no GPU kernel makes."""
+    import torch
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
 
 
 def start_process_group(device: str, fake_world: int | None) -> None:
@@ -76,6 +86,13 @@ def start_process_group(device: str, fake_world: int | None) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=fake_world, store=FakeStore())
+
+
+def stop_process_group() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def recorder_of(job: dict[str, Any]) -> Any:

@@ -36,6 +36,9 @@ ENGINES = {
     "none": "llmem.parallel.single",
     "ddp": "llmem.parallel.ddp",
     "fsdp2": "llmem.parallel.fsdp2_ranks",
+    "zero1": "llmem.parallel.zero",
+    "zero2": "llmem.parallel.zero",
+    "zero3": "llmem.parallel.zero",
 }
 """Module of each strategy. It has ``compute_dtype(spec)``, the dtype in which the engine keeps
 parameters while it computes (None: their own, or autocast), and ``ranks(trace, spec)``."""

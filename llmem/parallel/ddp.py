@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmem.errors import LlmemError
-from llmem.lifetimes import Category, Parameter, Phase, Trace
+from llmem.lifetimes import TICK, Category, Parameter, Phase, Trace
 from llmem.parallel import RankTable
 from llmem.parallel.editor import Editor
 from llmem.parallel.gradients import gradient_rows
@@ -61,8 +61,13 @@ def _broadcast_states(editor: Editor) -> None:
     existing = table.birth <= editor.trace.step_ticks[0]
     kinds = np.isin(table.category, [Category.PARAMETER, Category.BUFFER])
     sizes = table.nbytes[existing & kinds].tolist()
-    at = int(editor.trace.step_ticks[0])
+    at = before_steps(editor.trace)
     _flat_copies(editor, sizes, at, Phase.SETUP, 0)
+
+
+def before_steps(trace: Trace) -> int:
+    """A tick after everything that exists before the first step, and before that step."""
+    return trace.step_ticks[0] // TICK * TICK
 
 
 def _flat_copies(editor: Editor, sizes: list[int], at: int, phase: Phase, step: int) -> None:
@@ -97,7 +102,7 @@ def _buckets(editor: Editor, spec: RunSpec) -> None:
     first = _by_dtype(trained)
     rebuilt = _by_size(_arrival_order(trace, trained), spec.bucket_cap_mb * 2**20)
     category = Category.GRADIENT if spec.gradient_as_bucket_view else Category.COMMUNICATION
-    setup = int(trace.step_ticks[0])
+    setup = before_steps(trace)
     handles = [
         editor.add(sum(p.nbytes for p in bucket), editor.at(setup), category=category)
         for bucket in first

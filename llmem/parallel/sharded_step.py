@@ -5,7 +5,7 @@ The unsharded trace's clip and optimizer phases are taken out and those of the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +73,20 @@ def trace_optimizer(
     return trace
 
 
-def splice_optimizer(editor: Editor, shards: Sequence[Shard], step_trace: Trace) -> None:
-    """Replace the clip and optimizer phases of ``editor``'s trace by those of ``step_trace``."""
+def splice_optimizer(
+    editor: Editor, shards: Sequence[Shard], step_trace: Trace
+) -> Callable[[int], int]:
+    """Replace the clip and optimizer phases of ``editor``'s trace by those of ``step_trace``.
+
+    Returns where a tick of ``step_trace`` went.
+    """
     base = editor.trace
     born = _phase_of_births(base)
     editor.drop(np.isin(born, [int(Phase.CLIP), int(Phase.OPTIMIZER)]))
     starts = _optimizer_starts(base)
     table = step_trace.lifetimes
-    new = np.flatnonzero(table.birth >= step_trace.step_ticks[0])
+    # What was there before the first step has been born by its first tick.
+    new = np.flatnonzero(table.birth > step_trace.step_ticks[0])
     ticks = step_trace.step_ticks
     first = [
         editor.reserve(start, (end - begin) // TICK + 2)
@@ -111,6 +117,7 @@ def splice_optimizer(editor: Editor, shards: Sequence[Shard], step_trace: Trace)
             death=place(death) if death != NEVER else death,
         )
     editor.set_phase_ticks(_phase_ticks(base, step_trace, place))
+    return place
 
 
 def _phase_of_births(trace: Trace) -> np.ndarray[Any, Any]:

@@ -205,6 +205,43 @@ def print_plan(result: Any, console: Console | None = None) -> None:
         )
 
 
+def print_record(record: dict[str, Any], console: Console | None = None) -> None:
+    """What each rank reached in each step of a measured run."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "step", "what", "peak"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for rank in record["ranks"]:
+        for step in rank["steps"]:
+            for name in ("peak", "allocated", "reserved"):
+                if name in step:
+                    what = "live bytes" if name == "peak" else name
+                    table.add_row(str(rank["rank"]), str(step["step"]), what, size(step[name]))
+    console.print(table)
+
+
+def print_validation(results: dict[str, list[Any]], console: Console | None = None) -> None:
+    """The worst rank of each metric of each record, and the errors of all peaks."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("record", "metric", "rank", "measured", "predicted", "error"):
+        table.add_column(name, justify="left" if name in ("record", "metric") else "right")
+    peaks: list[float] = []
+    for record, rows in results.items():
+        peaks += [abs(row.error) for row in rows if row.metric.startswith("peak")]
+        for metric in dict.fromkeys(row.metric for row in rows):
+            worst = max((r for r in rows if r.metric == metric), key=lambda r: abs(r.error))
+            table.add_row(
+                record, metric, str(worst.rank), f"{worst.measured:,}", f"{worst.predicted:,}",
+                f"{worst.error:+.3%}",
+            )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"{len(results)} records, {len(peaks)} peaks: median error {np.median(peaks):.4%}, "
+        f"largest {max(peaks):.4%}, within 0.1%: {np.mean(np.array(peaks) <= 0.001):.0%}"
+    )
+
+
 def print_comparison(document: dict[str, Any], console: Console | None = None) -> None:
     """One line per estimator: bytes, error against the measured figure, seconds, what it lacks."""
     console = console or Console(highlight=False)

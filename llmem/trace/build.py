@@ -11,6 +11,7 @@ from llmem import models
 from llmem.errors import LlmemError
 from llmem.spec import RunSpec
 from llmem.trace.batch import batch_maker
+from llmem.trace.mixed_precision import mixed_precision
 from llmem.trace.optimizers import OptimizerPlan, plan_optimizer
 from llmem.trace.step import TrainingStep
 
@@ -45,6 +46,7 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise LlmemError("no parameter of this model is trained; check --method and its targets")
+    mixed = mixed_precision(spec, model, device, cuda=cuda, notes=notes)
     step = TrainingStep(
         model=model,
         optimizer=plan.build(trainable),
@@ -52,6 +54,9 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
         max_grad_norm=spec.max_grad_norm,
         clip_foreach=True,  # torch's own choice on CUDA and on CPU tensors
         accumulation=spec.gradient_accumulation_steps,
+        forward_context=mixed.forward_context,
+        outputs_of=mixed.outputs_of,
+        scaler=mixed.scaler,
         zero_grad=spec.zero_grad,
         hold_outputs=spec.hold_outputs,
     )

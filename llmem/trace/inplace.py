@@ -2,12 +2,16 @@
 
 While a dispatch mode is active, and for meta tensors always, autograd takes every tensor for a
 subclass (``at::isTensorSubclassLike``, ATen/TensorSubclassLikeUtils.h) and stays out of place
-where a real run works in place. Two things follow, and both are undone here:
+where a real run works in place. In backward two things follow, and both are undone here:
 
 * the engine adds up gradients of a tensor used more than once. When nobody else holds a summand
   it adds into that buffer (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp);
 * some formulas fill a fresh zero tensor by an out-of-place scatter (value_selecting_reduction_-
   backward, gather_backward, ... in torch/csrc/autograd/FunctionsManual.cpp).
+
+In forward the same question decides how the math path of attention adds its mask
+(``_scaled_dot_product_attention_math`` of ATen/native/transformers/attention.cpp): a real run does
+it in place.
 
 Reference counts tell whether a tensor is held elsewhere. How many references the call itself
 holds depends on the version of torch, so it is measured once, on a graph whose answer is known.
@@ -15,11 +19,15 @@ holds depends on the version of torch, so it is measured once, on a graph whose 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -42,20 +50,34 @@ _SCATTERS = {
 """Out-of-place ops of backward formulas and what a real run calls on a tensor it has just made."""
 
 
+_ADDING_COMPOSITE = "_scaled_dot_product_attention_math"
+"""The composite op whose only addition is in place in a real run."""
+
+_AUTOGRAD = {"meta": "AutogradMeta", "cpu": "AutogradCPU", "cuda": "AutogradCUDA"}
+
+
 class InPlace:
-    """Decides, op by op in backward, what a real run would do in place."""
+    """Decides, op by op, what a real run would do in place."""
 
     def __init__(self) -> None:
+        self.in_composite = False
+        """Whether ``_ADDING_COMPOSITE`` is running."""
         self._sole = sole_reference_counts()
         self._node: int = -1
         self._made: set[int] = set()
 
     def act(self, func: Any, args: tuple[Any, ...], node: Any) -> torch.Tensor | None:
-        """The result of doing ``func`` in place, or None if a real run does not."""
+        """The result of doing ``func`` in place, or None if a real run does not.
+
+        ``node`` is the backward node whose formula runs; in forward, also a recomputed one, ask
+        only while ``in_composite``.
+        """
+        if self.in_composite:
+            return aten.add_.Tensor(*args) if func is aten.add.Tensor else None  # type: ignore[no-any-return]
         if func is aten.add.Tensor:
             return self._accumulate(args, node)
         in_place = _SCATTERS.get(func)
-        if in_place is None or not isinstance(args[0], torch.Tensor):
+        if in_place is None or isinstance(node, BackwardCFunction):
             return None
         if node._sequence_nr() != self._node or id_of(args[0]) not in self._made:
             return None
@@ -87,6 +109,29 @@ class InPlace:
             return None
         aten.add_.Tensor(old, new)
         return old  # type: ignore[no-any-return]
+
+
+    @contextmanager
+    def composites(self, device: str) -> Iterator[None]:
+        """Know when ``_ADDING_COMPOSITE`` runs on tensors of ``device``."""
+        func = getattr(aten, _ADDING_COMPOSITE).default
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            before, self.in_composite = self.in_composite, True
+            try:
+                key = torch._C.DispatchKey.CompositeImplicitAutograd
+                return func._op_dk(key, *args, **kwargs)
+            finally:
+                self.in_composite = before
+
+        library = Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about a kernel that is replaced on purpose
+                library.m.impl(_ADDING_COMPOSITE, _AUTOGRAD[device], kernel)  # type: ignore[union-attr]
+            yield
+        finally:
+            library._destroy()
 
 
 def id_of(tensor: torch.Tensor) -> int:

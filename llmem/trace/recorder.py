@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmem.gpu.scratch import BRIEF, DURING, PERSISTENT, Scratch, has_scratch
 from llmem.lifetimes import (
+    COLUMNS,
     NEVER,
+    OP_COLUMNS,
     TICK,
     Category,
     Lifetimes,
@@ -35,11 +38,29 @@ from llmem.lifetimes import (
 )
 from llmem.trace.inplace import InPlace
 
+_ROW = ("nbytes", "birth", "death", "birth_op", "death_op", "category", "module", "key")
+"""Columns of a lifetime while it is recorded."""
+_DEATH, _BIRTH_OP, _DEATH_OP, _CATEGORY, _KEY = (
+    _ROW.index(name) for name in ("death", "birth_op", "death_op", "category", "key")
+)
+
 ScratchFn = Callable[[str, Any, Any, str], list[Scratch]]
 """(op name, args, outputs, "main" or "autograd") -> what the op's kernel allocates besides."""
 
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+_READ, _WRITE = int(Touch.READ), int(Touch.WRITE)
+
+_CATEGORY_OF_PHASE = {
+    Phase.BATCH: Category.INPUT,
+    Phase.BACKWARD: Category.ACTIVATION_GRADIENT,
+    Phase.CLIP: Category.OPTIMIZER_TEMPORARY,
+    Phase.OPTIMIZER: Category.OPTIMIZER_TEMPORARY,
+}
+"""What an op makes outside forward and outside the nodes of backward."""
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -50,14 +71,39 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     cdata: int
 
 
+class _Kind(NamedTuple):
+    """What never changes about an op: looked up once per call, so kept together."""
+
+    silent: bool
+    """A view or a mark: it touches no memory and is not recorded."""
+    name: int
+    scratch: str
+    """Its name in the table of kernel scratch, '' if it has none."""
+
+
 def _touches_nothing(func: Any) -> bool:
     """True for views (outputs alias an input, nothing is written) and for profiler marks."""
     if func.namespace == "profiler":
         return True
+    if func is _LIFT:  # a view of what torch.tensor(data) has made unseen: its birth
+        return False
     returns = func._schema.returns
     return bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns
     )
+
+
+def _whole_kernel(func: Any) -> Any:
+    """The dispatch key at which to run a composite op so that it falls apart, or None.
+
+    Autograd's keys take composite ops apart before a dispatch mode sees them; inference mode has
+    no such keys and hands them over whole.
+    """
+    keys = torch._C.DispatchKey
+    if not func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd):
+        return None
+    replaced = func.has_kernel_for_dispatch_key(keys.AutogradMeta)  # by llmem.trace.kernels alone
+    return keys.Meta if replaced else keys.CompositeImplicitAutograd
 
 
 class Recorder(TorchDispatchMode):
@@ -70,34 +116,18 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._devices = devices
         self._scratch = scratch
-        self._scratch_names: dict[Any, str] = {}
         self._persistent: set[Any] = set()
         self._in_place = InPlace()
-        self._silent: dict[Any, bool] = {}
+        self._kinds: dict[Any, _Kind] = {}
+        self._whole: dict[Any, Any] = {}
         self._names: dict[str, int] = {}
-        self._func_names: dict[Any, int] = {}
         self._modules: dict[str, int] = {"": 0}
         self._live: dict[int, _StorageRef] = {}
         self._events = 0
         self._clock = time.perf_counter()
-        # lifetimes
-        self._nbytes: list[int] = []
-        self._birth: list[int] = []
-        self._death: list[int] = []
-        self._birth_op: list[int] = []
-        self._death_op: list[int] = []
-        self._category: list[int] = []
-        self._row_module: list[int] = []
-        self._key: list[int] = []
-        # ops
-        self._op_name: list[int] = []
-        self._op_module: list[int] = []
-        self._op_phase: list[int] = []
-        self._op_step: list[int] = []
-        self._op_tick: list[int] = []
-        self._op_recompute: list[bool] = []
-        # touches, flat: op, row, kind
-        self._touch: list[int] = []
+        self._rows: list[list[int]] = []  # as _ROW says
+        self._ops: list[tuple[int, int, int, int, int, bool]] = []  # as the fields of Ops
+        self._touch: list[int] = []  # flat: op, row, kind
         # where we are
         self.phase = Phase.SETUP
         self.padding = False
@@ -140,7 +170,7 @@ class Recorder(TorchDispatchMode):
                     continue
                 seen[id(parameter)] = len(self._parameters)
                 row = self.add_existing(parameter, Category.PARAMETER, prefix)
-                self._key[row] = len(self._parameters)
+                self._rows[row][_KEY] = len(self._parameters)
                 self._parameters.append(
                     Parameter(
                         key=len(self._parameters),
@@ -162,44 +192,49 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        silent = self._silent.get(func)
-        if silent is None:
-            silent = self._silent[func] = _touches_nothing(func)
-        if silent:
+        if torch.is_inference_mode_enabled():
+            if func not in self._whole:
+                self._whole[func] = _whole_kernel(func)
+            if (key := self._whole[func]) is not None:
+                with self:
+                    return func._op_dk(key, *args, **(kwargs or {}))
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = self._kind_of(func)
+        if kind.silent:
             return func(*args, **kwargs) if kwargs else func(*args)
 
         node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
-        module, head, recompute = self._where(node)
-        op = self._start_op(func, module, recompute)
-        acted = self._in_place.act(func, args, node) if node is not None else None
-        if acted is not None:
-            out = acted
-        elif func is _SCALAR and args[0].is_meta:
-            return self._answer(args[0])
-        else:
+        # Recomputed forward code runs inside a node too: in a module, or keeping a graph.
+        inside = len(self._module_stack) > 1
+        formula = node is not None and not inside and not torch.is_grad_enabled()
+        module, category = self._from(node) if formula else self._here(node)
+        op = len(self._ops)
+        recompute = node is not None and not formula
+        self._ops.append((kind.name, module, self.phase, self.step, self._events * TICK, recompute))
+        asked = formula or self._in_place.in_composite
+        out = self._in_place.act(func, args, node) if asked else None
+        if out is None:
+            if func is _SCALAR and args[0].is_meta:
+                return self._answer(args[0])
             out = func(*args, **kwargs) if kwargs else func(*args)
 
-        self._touch_all(op, args, Touch.READ)
-        category = Category.LOGITS_AND_LOSS if head else self._default_category(node)
+        self._touch_all(op, args)
         if isinstance(out, torch.Tensor):
             self._see(op, out, category, module)
-        elif isinstance(out, (list, tuple)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self._see(op, item, category, module)
-                elif isinstance(item, (list, tuple)):
-                    for inner in item:
-                        if isinstance(inner, torch.Tensor):
-                            self._see(op, inner, category, module)
-        if node is not None:
+        elif out is not None:
+            self._see_all(op, out, category, module)
+        if formula:
             self._in_place.saw(node, out)
-        if self._scratch is not None and (name := self._scratch_names.get(func)) != "":
-            if name is None:
-                name = func.overloadpacket.__name__
-                name = self._scratch_names[func] = name if has_scratch(name) else ""
-            if name:
-                self._add_scratch(name, args, out, op, module)
+        if kind.scratch and self._scratch is not None:
+            self._add_scratch(kind.scratch, args, out, op, module)
         return out
+
+    def _kind_of(self, func: Any) -> _Kind:
+        name = func.overloadpacket.__name__
+        if _touches_nothing(func):
+            return _Kind(True, -1, "")
+        return _Kind(False, self._name_id(name), name if has_scratch(name) else "")
 
     def _answer(self, tensor: torch.Tensor) -> bool | float:
         """The value of a scalar that code branches on, which meta tensors do not have.
@@ -212,7 +247,7 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.OPTIMIZER and tensor.is_floating_point():
             return 1.0
         ref = self._live.get(tensor.untyped_storage()._cdata)
-        op = self._birth_op[ref.row] if ref is not None else -1
+        op = self._rows[ref.row][_BIRTH_OP] if ref is not None else -1
         question = self._made_by(op)
         if question == "eq" and "sum" in self._inputs_made_by(op):
             question = "all"
@@ -225,7 +260,7 @@ class Recorder(TorchDispatchMode):
         return answer
 
     def _made_by(self, op: int) -> str:
-        return list(self._names)[self._op_name[op]] if op >= 0 else ""
+        return list(self._names)[self._ops[op][0]] if op >= 0 else ""
 
     def _inputs_made_by(self, op: int) -> set[str]:
         """Names of the ops that made what ``op``, a recent one, reads."""
@@ -233,64 +268,48 @@ class Recorder(TorchDispatchMode):
         for at in range(len(touch) - 3, -1, -3):
             if touch[at] < op:
                 break
-            if touch[at] == op and touch[at + 2] == Touch.READ:
-                names.add(self._made_by(self._birth_op[touch[at + 1]]))
+            if touch[at] == op and touch[at + 2] == _READ:
+                names.add(self._made_by(self._rows[touch[at + 1]][_BIRTH_OP]))
         return names
 
-    def _where(self, node: Any) -> tuple[int, bool, bool]:
-        """(module, in the LM head or loss, recomputed) of the op about to run."""
-        if node is None:
-            module = self._module_stack[-1]
-            if self.phase is Phase.FORWARD:
-                sequence = torch._C._autograd._get_sequence_nr() - 1
-                # An op that makes no node shares the number of the last one that did.
-                self._sequence_module.setdefault(sequence, module)
-                if self._in_head:
-                    self._sequence_head.add(sequence)
-                return module, self._in_head, False
-            return module, False, False
-        if len(self._module_stack) > 1:  # a module runs inside backward: checkpointing
-            module = self._module_stack[-1]
-            sequence = torch._C._autograd._get_sequence_nr() - 1
-            self._sequence_module.setdefault(sequence, module)
-            return module, False, True
+    def _from(self, node: Any) -> tuple[int, Category]:
+        """Module and category of what a formula of backward makes: those of its forward op."""
         sequence = node._sequence_nr()
-        return self._sequence_module.get(sequence, 0), sequence in self._sequence_head, False
+        head = sequence in self._sequence_head
+        category = Category.LOGITS_AND_LOSS if head else Category.ACTIVATION_GRADIENT
+        return self._sequence_module.get(sequence, 0), category
 
-    def _default_category(self, node: Any) -> Category:
-        if self.phase is Phase.FORWARD:
-            return Category.ACTIVATION
-        if self.phase is Phase.BACKWARD:
-            inside = len(self._module_stack) > 1
-            return Category.ACTIVATION if inside else Category.ACTIVATION_GRADIENT
-        if self.phase in (Phase.OPTIMIZER, Phase.CLIP):
-            return Category.OPTIMIZER_TEMPORARY
-        if self.phase is Phase.BATCH:
-            return Category.INPUT
-        return Category.OTHER
+    def _here(self, node: Any) -> tuple[int, Category]:
+        """The module that is running, and what an op makes there."""
+        module = self._module_stack[-1]
+        if self.phase is not Phase.FORWARD and node is None:
+            return module, _CATEGORY_OF_PHASE.get(self.phase, Category.OTHER)
+        if module == 0 and node is not None:  # transformers recomputes a layer's bare forward
+            module = self._sequence_module.get(node._sequence_nr(), 0)
+        # An op that makes no node shares the number of the last one that did.
+        sequence = torch._C._autograd._get_sequence_nr() - 1
+        self._sequence_module.setdefault(sequence, module)
+        if self._in_head:
+            self._sequence_head.add(sequence)
+            return module, Category.LOGITS_AND_LOSS
+        return module, Category.ACTIVATION
 
-    def _start_op(self, func: Any, module: int, recompute: bool) -> int:
-        name = self._func_names.get(func)
-        if name is None:
-            name = self._func_names[func] = self._name_id(func.overloadpacket.__name__)
-        op = len(self._op_name)
-        self._op_name.append(name)
-        self._op_module.append(module)
-        self._op_phase.append(self.phase)
-        self._op_step.append(self.step)
-        self._op_tick.append(self._events * TICK)
-        self._op_recompute.append(recompute)
-        return op
-
-    def _touch_all(self, op: int, args: Iterable[Any], kind: Touch) -> None:
-        live, touch = self._live, self._touch
+    def _touch_all(self, op: int, args: Iterable[Any]) -> None:
+        """Note that ``op`` reads the tensors among ``args``."""
         for item in args:
             if isinstance(item, torch.Tensor):
-                ref = live.get(item.untyped_storage()._cdata)
+                ref = self._live.get(item.untyped_storage()._cdata)
                 if ref is not None:
-                    touch += (op, ref.row, kind)
+                    self._touch += (op, ref.row, _READ)
             elif isinstance(item, (list, tuple)):
-                self._touch_all(op, item, kind)
+                self._touch_all(op, item)
+
+    def _see_all(self, op: int, out: Any, category: Category, module: int) -> None:
+        if isinstance(out, torch.Tensor):
+            self._see(op, out, category, module)
+        elif isinstance(out, (list, tuple)):
+            for item in out:
+                self._see_all(op, item, category, module)
 
     def _see(self, op: int, tensor: torch.Tensor, category: Category, module: int) -> None:
         storage = tensor.untyped_storage()
@@ -301,21 +320,14 @@ class Recorder(TorchDispatchMode):
             row = self._born(storage, category, module, op)
         else:
             return
-        self._touch += (op, row, Touch.WRITE)
+        self._touch += (op, row, _WRITE)
 
     # -- births and deaths -----------------------------------------------------------------------
 
     def _new_row(self, nbytes: int, category: Category, module: int, op: int) -> int:
-        row = len(self._nbytes)
-        self._nbytes.append(nbytes)
-        self._birth.append(self._tick())
-        self._death.append(NEVER)
-        self._birth_op.append(op)
-        self._death_op.append(-1)
-        self._category.append(category)
-        self._row_module.append(module)
-        self._key.append(-1)
-        return row
+        self._events += 1
+        self._rows.append([nbytes, self._events * TICK, NEVER, op, -1, category, module, -1])
+        return len(self._rows) - 1
 
     def _born(self, storage: Any, category: Category, module: int, op: int) -> int:
         row = self._new_row(storage.nbytes(), category, module, op)
@@ -326,14 +338,8 @@ class Recorder(TorchDispatchMode):
         return row
 
     def _died(self, ref: _StorageRef) -> None:
-        row = ref.row
-        self._death[row] = self._tick()
-        self._death_op[row] = len(self._op_name) - 1
+        self._free_row(ref.row, len(self._ops) - 1)
         self._live.pop(ref.cdata, None)
-
-    def _tick(self) -> int:
-        self._events += 1
-        return self._events * TICK
 
     def _add_scratch(self, name: str, args: Any, out: Any, op: int, module: int) -> None:
         """Give rows to what the op's kernel allocates below the dispatcher."""
@@ -358,8 +364,10 @@ class Recorder(TorchDispatchMode):
             self._free_row(row, op)
 
     def _free_row(self, row: int, op: int) -> None:
-        self._death[row] = self._tick()
-        self._death_op[row] = op
+        self._events += 1
+        lifetime = self._rows[row]
+        lifetime[_DEATH] = self._events * TICK
+        lifetime[_DEATH_OP] = op
 
     # -- where the program is --------------------------------------------------------------------
 
@@ -371,7 +379,8 @@ class Recorder(TorchDispatchMode):
 
     def start_step(self, step: int) -> None:
         self.step = step
-        self._step_ticks.append(self._events * TICK)
+        # Half a tick later than the last event: what passes add before the step stays before it.
+        self._step_ticks.append(self._events * TICK + TICK // 2)
         self._sequence_module.clear()
         self._sequence_head.clear()
         self._in_head = False
@@ -446,6 +455,10 @@ class Recorder(TorchDispatchMode):
             span.enter,
             self._events * TICK + 1,
         )
+
+    def watch_composites(self, device: str) -> AbstractContextManager[None]:
+        """Act out what composite ops do in place on tensors of ``device`` (``meta`` or ``cpu``)."""
+        return self._in_place.composites(device)
 
     def watch_gradients(self) -> ExitStack:
         """Note when backward has finished accumulating each parameter's gradient."""
@@ -530,14 +543,14 @@ class Recorder(TorchDispatchMode):
 
     def last_op(self) -> str:
         """Name of the op recorded last."""
-        return list(self._names)[self._op_name[-1]] if self._op_name else ""
+        return self._made_by(len(self._ops) - 1)
 
     def label(self, tensor: torch.Tensor, category: Category, key: int = -1) -> None:
         """Change what a living tensor's storage is for."""
         ref = self._live.get(tensor.untyped_storage()._cdata)
         if ref is not None:
-            self._category[ref.row] = category
-            self._key[ref.row] = key
+            self._rows[ref.row][_CATEGORY] = category
+            self._rows[ref.row][_KEY] = key
 
     # -- the result ------------------------------------------------------------------------------
 
@@ -545,26 +558,11 @@ class Recorder(TorchDispatchMode):
         """The trace of everything recorded so far. Storages that are still alive never die."""
         self._step_ticks.append(self._events * TICK + TICK - 1)
         touch = np.array(self._touch, np.int64).reshape(-1, 3)
-        rows = len(self._nbytes)
         return Trace(
-            ops=Ops(
-                name=np.array(self._op_name, np.int32),
-                module=np.array(self._op_module, np.int32),
-                phase=np.array(self._op_phase, np.int8),
-                step=np.array(self._op_step, np.int16),
-                tick=np.array(self._op_tick, np.int64),
-                recompute=np.array(self._op_recompute, np.bool_),
-            ),
+            ops=Ops(*_columns(self._ops, OP_COLUMNS)),
             lifetimes=Lifetimes(
-                nbytes=np.array(self._nbytes, np.int64),
-                birth=np.array(self._birth, np.int64),
-                death=np.array(self._death, np.int64),
-                birth_op=np.array(self._birth_op, np.int64),
-                death_op=np.array(self._death_op, np.int64),
-                category=np.array(self._category, np.int8),
-                module=np.array(self._row_module, np.int32),
-                stream=np.zeros(rows, np.int32),
-                key=np.array(self._key, np.int32),
+                **dict(zip(_ROW, _columns(self._rows, [COLUMNS[c] for c in _ROW]), strict=True)),
+                stream=np.zeros(len(self._rows), np.int32),
             ),
             names=list(self._names),
             modules=list(self._modules),
@@ -580,6 +578,13 @@ class Recorder(TorchDispatchMode):
             optimizer=self._optimizer,
             tracing_seconds=time.perf_counter() - self._clock,
         )
+
+
+def _columns(rows: Sequence[Sequence[int]], kinds: Iterable[Any]) -> list[NDArray[Any]]:
+    """The columns of a table given by rows, each of its own dtype."""
+    kinds = list(kinds)
+    table = np.array(rows, np.int64).reshape(-1, len(kinds))
+    return [column.astype(kind) for column, kind in zip(table.T, kinds, strict=True)]
 
 
 def _apply_order(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

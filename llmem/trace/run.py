@@ -14,6 +14,9 @@ from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.lifetimes import Phase, Trace
 from llmem.spec import RunSpec
+from llmem.trace import standins
+from llmem.trace.as_transformers import behave_like
+from llmem.trace.autocast import autocast_for
 from llmem.trace.build import (
     Prepared,
     blocks_of,
@@ -25,6 +28,7 @@ from llmem.trace.build import (
 from llmem.trace.kernels import kernels_of, scratch_of
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.recorder import Recorder
+from llmem.trace.standins.select import stand_ins_for
 
 DEFAULT_GPU = "a100-80gb"
 """Whose kernels are assumed when no GPU is named."""
@@ -59,9 +63,13 @@ def trace_spec(
         compute_in(prepared.model, compute_dtype)
     recorder.add_model(prepared.model)
     with ExitStack() as stack:
+        stack.enter_context(behave_like(spec.as_transformers, recorder.note))
         if device == "meta":
             stack.enter_context(kernels_of(target, recorder.note, spec.sdpa_backend, spec.as_torch))
+            stack.enter_context(stand_ins_for(spec, prepared.model, target, recorder.note))
             stack.enter_context(multi_tensor_ops_on_meta())
+            stack.enter_context(autocast_for("cuda" if target.is_cuda else "cpu"))
+        stack.enter_context(recorder.watch_composites(device))
         _run(prepared, recorder, stack, steps or spec.steps)
     trace = recorder.finish()
     trace.masters = {p.key: masters[p.name] for p in trace.parameters}
@@ -122,13 +130,14 @@ def trace(
     steps: int = STEPS,
     device: str = "meta",
     gpu: str | DeviceProfile | None = None,
+    as_torch: str | None = None,
     **fields: Any,
 ) -> Trace:
     """Trace a model by name (or as a module), or your own ``step()``.
 
     With a callable step, everything it does on tensors of ``device`` is recorded, ``steps``
     times over; give ``model`` to have parameters and modules named, ``optimizer`` to have its
-    state recognised. Otherwise ``fields`` are those of RunSpec.
+    state recognised, ``as_torch`` to assume the kernels of another version. Otherwise ``fields`` are those of RunSpec.
 
     >>> import torch, llmem
     >>> layer = torch.nn.Linear(4, 4, device="meta")
@@ -141,10 +150,10 @@ def trace(
         from llmem.spec import make_spec
 
         name = gpu.name if isinstance(gpu, DeviceProfile) else gpu
-        spec = make_spec(model=model_or_step, gpu=name, **fields)
+        spec = make_spec(model=model_or_step, gpu=name, as_torch=as_torch, **fields)
         return trace_spec(spec, device=device, steps=steps)
     target = gpu if isinstance(gpu, DeviceProfile) else get_device(gpu or DEFAULT_GPU)
-    return _trace_step(model_or_step, model, optimizer, steps, device, target)
+    return _trace_step(model_or_step, model, optimizer, steps, device, target, as_torch)
 
 
 def _trace_step(
@@ -154,10 +163,11 @@ def _trace_step(
     steps: int,
     device: str,
     target: DeviceProfile,
+    as_torch: str | None,
 ) -> Trace:
     recorder = Recorder(
         devices=frozenset({device}),
-        scratch=scratch_of(target) if target.is_cuda and device == "meta" else None,
+        scratch=scratch_of(target, as_torch) if target.is_cuda and device == "meta" else None,
     )
     if model is not None:
         recorder.add_model(model)
@@ -166,12 +176,15 @@ def _trace_step(
             recorder.add_optimizer_state(state)
     with ExitStack() as stack:
         if device == "meta":
-            stack.enter_context(kernels_of(target, recorder.note))
+            stack.enter_context(kernels_of(target, recorder.note, None, as_torch))
+            stack.enter_context(standins.active())
             stack.enter_context(multi_tensor_ops_on_meta())
+            stack.enter_context(autocast_for("cuda" if target.is_cuda else "cpu"))
         if model is not None:
             stack.enter_context(recorder.watch_modules(model, head_modules(model)))
             stack.enter_context(recorder.watch_gradients())
         stack.enter_context(recorder.watch_phases(optimizer))
+        stack.enter_context(recorder.watch_composites(device))
         stack.enter_context(frees_by_reference_count())
         with recorder:
             for number in range(steps):

@@ -59,6 +59,9 @@ class TrainingStep:
     clip_foreach: bool | None = None
     accumulation: int = 1
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    outputs_of: Callable[[Any], Any] = lambda outputs: outputs
+    """What the model's outputs become before anything is done with them."""
+    scaler: torch.amp.GradScaler | None = None
     watcher: Watcher = field(default_factory=NoWatcher)
     loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss
     zero_grad: ZeroGrad = "before_forward"
@@ -75,14 +78,23 @@ class TrainingStep:
             self._micro_batch(first=number == 0)
         if self.max_grad_norm:
             with watch.in_phase(Phase.CLIP):
+                if self.scaler is not None:
+                    self.scaler.unscale_(self.optimizer)
                 parameters = [p for p in self.model.parameters() if p.requires_grad]
                 torch.nn.utils.clip_grad_norm_(
                     parameters, self.max_grad_norm, foreach=self.clip_foreach
                 )
         with watch.in_phase(Phase.OPTIMIZER):
-            self.optimizer.step()
+            self._update()
             watch.after_optimizer(self.optimizer)
         self._zero_grad("after_step")
+
+    def _update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def _zero_grad(self, moment: ZeroGrad) -> None:
         if self.zero_grad == moment:
@@ -99,12 +111,14 @@ class TrainingStep:
         if first:
             self._zero_grad("before_backward")
         with watch.in_phase(Phase.BACKWARD):
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
             loss.backward()  # type: ignore[no-untyped-call]
             watch.after_backward()
 
     def _loss(self, batch: dict[str, Any]) -> torch.Tensor:
         with self.forward_context():
-            outputs = self._hold("outputs", self.model(**batch))
+            outputs = self._hold("outputs", self.outputs_of(self.model(**batch)))
             loss = self.loss_of(outputs)
         del outputs
         return self._hold("loss", loss / self.accumulation if self.accumulation > 1 else loss)

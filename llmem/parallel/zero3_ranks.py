@@ -1,0 +1,29 @@
+"""``--strategy zero3``: the pass, the optimizer's step, and one table for all ranks."""
+
+from __future__ import annotations
+
+from llmem.lifetimes import Phase, Trace
+from llmem.parallel import RankTable
+from llmem.parallel.zero3 import Zero3Pass
+from llmem.parallel.zero_options import ZeroOptions
+from llmem.parallel.zero_step import trace_step
+from llmem.spec import RunSpec
+
+
+def stage3_ranks(trace: Trace, spec: RunSpec, options: ZeroOptions) -> list[RankTable]:
+    """All ranks keep equally many elements, padding included."""
+    engine = Zero3Pass(trace, options)
+    editor = engine.run()
+    step = trace_step(
+        engine.group_steps(),
+        options,
+        spec,
+        steps=len(trace.step_ticks) - 1,
+        gradient_dtype=options.accumulation_dtype,
+    )
+    step.splice(editor)
+    lifetimes, named = editor.finish()
+    everyone = tuple(range(options.world))
+    return [
+        RankTable(0, lifetimes, named, step.trace.optimizer, list(options.notes), everyone)
+    ]
