@@ -29,7 +29,10 @@ from llmem.parallel.fsdp2 import ITEMSIZE
 from llmem.parallel.gradients import gradient_rows
 from llmem.parallel.zero3_coordinator import Coordinator, Gathered, Group, Limits
 from llmem.parallel.zero3_hooks import Hook, Kind, backward_hooks, forward_hooks
-from llmem.parallel.zero3_linear import keep_inputs_of_frozen_linears
+from llmem.parallel.zero3_linear import (
+    compute_last_outputs_again,
+    keep_inputs_of_frozen_linears,
+)
 from llmem.parallel.zero_layout import in_model_order, owners_of
 from llmem.parallel.zero_options import ZeroOptions
 from llmem.parallel.zero_ready import Backward, backwards_of
@@ -78,7 +81,9 @@ class Zero3Pass:
     def run(self) -> Editor:
         """Rewrite all but the optimizer's step, which the caller puts in."""
         self._setup()
-        keep_inputs_of_frozen_linears(self.editor, self.trace)
+        if self.options.zero.memory_efficient_linear:
+            keep_inputs_of_frozen_linears(self.editor, self.trace)
+            compute_last_outputs_again(self.editor, self.trace)
         for backward in backwards_of(self.trace):
             self._forward(backward)
             self._backward(backward)

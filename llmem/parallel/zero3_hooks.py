@@ -50,8 +50,8 @@ def forward_hooks(trace: Trace, step: int, start: int, end: int) -> list[Hook]:
 class Region:
     """One recomputation: its module calls, and the op of backward that asked for it.
 
-    Checkpointing stops it by an exception as soon as all is there that backward needs: the calls
-    that end with it have no hook after them.
+    Checkpointing stops it by an exception as soon as all is there that backward needs: the last
+    call and those around it have no hook after them.
     """
 
     calls: list[Span]
@@ -81,16 +81,17 @@ def regions_of(trace: Trace, backward: Backward) -> list[Region]:
     ]
 
 
-def _calls(trace: Trace, spans: list[Span], stopped_at: int | None = None) -> list[Hook]:
+def _calls(trace: Trace, spans: list[Span], region: Region | None = None) -> list[Hook]:
     """Enter and exit of nested calls, in order."""
     hooks: list[Hook] = []
     stack: list[Span] = []
-    recompute = stopped_at is not None
+    recompute = region is not None
+    cut = set(lineage(trace.modules[region.calls[-1].module])) if region else set()
 
     def leave() -> None:
         span = stack.pop()
-        if span.exit != stopped_at:
-            name = trace.modules[span.module]
+        name = trace.modules[span.module]
+        if region is None or span.exit != region.end or name not in cut:
             hooks.append(Hook(span.exit, Kind.POST_FORWARD, name, recompute))
 
     for span in spans:
@@ -128,7 +129,7 @@ def backward_hooks(trace: Trace, backward: Backward) -> list[Hook]:
         depth = module.count(".") + bool(module)
         hook = Hook(tick, Kind.POST_BACKWARD, module)
         timed.append((tick // TICK, int(hook.kind), -depth, 0, hook))
-    again = [hook for region in regions for hook in _calls(trace, region.calls, region.end)]
+    again = [hook for region in regions for hook in _calls(trace, region.calls, region)]
     for number, hook in enumerate(again):
         timed.append((hook.tick // TICK, int(Kind.PRE_FORWARD), 0, number, hook))
     return [item[-1] for item in sorted(timed, key=lambda item: item[:4])]

@@ -2,16 +2,17 @@
 
 ``LinearFunctionForZeroStage3`` (DeepSpeed 0.19, runtime/zero/linear.py) replaces
 ``torch.nn.functional.linear``. It saves its input for backward even where the weight is frozen
-and torch would not.
+and torch would not; and it saves after it has computed, so that a recomputation that stops there
+has made the layer's output as well.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmem.lifetimes import Phase, Touch, Trace
+from llmem.lifetimes import Category, Parameter, Phase, Touch, Trace
 from llmem.parallel.editor import Editor
-from llmem.parallel.zero3_hooks import own_ops
+from llmem.parallel.zero3_hooks import own_ops, regions_of
 from llmem.parallel.zero_layout import owners_of
 from llmem.parallel.zero_ready import Backward, backwards_of
 
@@ -44,6 +45,39 @@ def keep_inputs_of_frozen_linears(editor: Editor, trace: Trace) -> None:
                     death[row] = tick
                     editor.end(row, editor.at(tick))
         start = backward.end
+
+
+def compute_last_outputs_again(editor: Editor, trace: Trace) -> None:
+    """Add the output of the linear layer at which each recomputation stops."""
+    weights = {m: p for p in trace.parameters if len(p.shape) == 2 for m in owners_of(trace, p)}
+    products = np.isin(trace.ops.name, [i for i, n in enumerate(trace.names) if n in PRODUCTS])
+    forward = np.flatnonzero(products & (trace.ops.phase == int(Phase.FORWARD)))
+    for backward in backwards_of(trace):
+        for region in regions_of(trace, backward):
+            module = region.calls[-1].module
+            weight = weights.get(trace.modules[module])
+            ops = forward[trace.ops.module[forward] == module]
+            if weight is None or not len(ops):
+                continue
+            nbytes = _output_bytes(trace, int(ops[0]), weight)
+            if nbytes:
+                editor.free(
+                    editor.add(nbytes, editor.at(region.end), category=Category.ACTIVATION),
+                    region.end,
+                )
+
+
+def _output_bytes(trace: Trace, op: int, weight: Parameter) -> int:
+    """Bytes of ``x @ weight.T``; 0 if the weight was used the other way round (Conv1D)."""
+    mask = trace.touch_op == op
+    sizes = [
+        int(trace.lifetimes.nbytes[row])
+        for row in trace.touch_row[mask].tolist()
+        if row != weight.row
+    ]
+    out, into = weight.shape
+    fits = len(sizes) >= 2 and sizes[-1] * into == sizes[-2] * out
+    return sizes[-1] if fits else 0
 
 
 def _first_by_module(trace: Trace, ops: np.ndarray) -> dict[int, int]:

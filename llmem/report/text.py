@@ -225,7 +225,8 @@ def print_validation(results: dict[str, list[Any]], console: Console | None = No
     console = console or Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in ("record", "metric", "rank", "measured", "predicted", "error"):
-        table.add_column(name, justify="left" if name in ("record", "metric") else "right")
+        left = name in ("record", "metric")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     peaks: list[float] = []
     for record, rows in results.items():
         peaks += [abs(row.error) for row in rows if row.metric.startswith("peak")]

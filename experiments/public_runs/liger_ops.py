@@ -1,0 +1,124 @@
+"""Single ops of the Liger benchmark: ``python -m experiments.public_runs.liger_ops``.
+
+Kind of truth: 3, published measured runs (github.com/linkedin/Liger-Kernel, BSD-2-Clause; figures
+only, in data/liger_ops.csv). Each op is rebuilt as the benchmark runs it and traced; predicted is
+the peak of allocated bytes of its last run through the caching allocator's default mode. The
+versions of torch are not recorded: the stable release of the row's date is assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import llmem
+from experiments.public_runs.liger_case import Case, Setting, measured_step
+from experiments.public_runs.liger_kernels import KERNELS
+from experiments.public_runs.liger_layers import LAYERS
+from experiments.public_runs.liger_losses import LOSSES
+from experiments.public_runs.table import DATA, MIB, Row, show, summarise
+from llmem.gpu.devices import get_device
+from llmem.timeline import replay
+
+STOCK = {**LAYERS, **LOSSES}
+GPUS = {
+    "A100-SXM4-80GB": "a100-80gb",
+    "H100 80GB HBM3": "h100-80gb",
+    "H100 PCIe": "h100-80gb",
+    "B200": "b200",
+    "GeForce RTX 3090": "rtx3090",
+    "GeForce RTX 4090": "rtx4090",
+}
+RELEASES = (
+    ("2026-05", "2.12"), ("2026-03", "2.11"), ("2026-01", "2.10"), ("2025-10", "2.9"),
+    ("2025-08", "2.8"), ("2025-04", "2.7"), ("2025-01", "2.6"), ("2024-10", "2.5"), ("", "2.4"),
+)  # fmt: skip
+"""(from this month on, the stable release of torch)"""
+
+TIMES = 4
+"""Traced calls: the setup and three measured runs, of which the last counts."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published figure."""
+
+    op: str
+    mode: str
+    setting: Setting
+    measured: int
+    liger: str
+    grade: str
+
+    @property
+    def name(self) -> str:
+        s = self.setting
+        return f"{self.op} {s.provider} {self.mode} x={s.x} {s.device.name} {s.date}"
+
+
+def runs() -> Iterator[Run]:
+    """Every figure of ``data/liger_ops.csv`` with a number on its axis."""
+    with open(DATA / "liger_ops.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            x = row["x"]
+            if not x.isdecimal():
+                continue  # an axis of model names
+            device = get_device(GPUS[row["gpu"]])
+            setting = Setting(int(x), json.loads(row["config"]), device, row["date"],
+                              row["provider"])  # fmt: skip
+            measured = round(float(row["mib"]) * MIB)
+            yield Run(row["op"], row["mode"], setting, measured, row["liger"], row["grade"])
+
+
+def torch_of(date: str) -> str:
+    """The stable release of torch at ``date``."""
+    return next(version for since, version in RELEASES if date >= since)
+
+
+def predict(run: Run, build: Callable[[Setting], Case]) -> Row:
+    """Trace the op as the benchmark runs it and read off the peak of its last run."""
+    step = measured_step(partial(build, run.setting), run.mode)
+    trace = llmem.trace(
+        step, steps=TIMES, gpu=run.setting.device, as_torch=torch_of(run.setting.date)
+    )
+    timeline = replay(trace.lifetimes)
+    start, stop = timeline.span(trace.step_ticks[-2], trace.step_ticks[-1])
+    return Row(run.name, run.measured, int(timeline.allocated[start - 1 : stop].max()))
+
+
+def stock_rows(only: str = "") -> list[Row]:
+    """Grade A: stock PyTorch."""
+    wanted = [run for run in runs() if run.grade == "A" and only in run.op and run.op in STOCK]
+    return [predict(run, STOCK[run.op]) for run in wanted]
+
+
+def kernel_rows(only: str = "") -> list[Row]:
+    """Grade B: Liger's own Triton kernels that have a stand-in."""
+    found = []
+    for run in runs():
+        build = KERNELS.get((run.op, run.setting.provider))
+        if run.grade == "B" and only in run.op and build is not None:
+            found.append(predict(run, build))
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--op", default="", help="only ops whose name holds this")
+    arguments.add_argument("--all", action="store_true", help="print every row, not the outliers")
+    given = arguments.parse_args()
+    for title, rows in (("stock ops", stock_rows(given.op)), ("Liger", kernel_rows(given.op))):
+        outside = rows if given.all else [row for row in rows if abs(row.error) > 0.03]
+        if outside:
+            print(f"\n{title}" + ("" if given.all else ": rows outside 3%"))
+            show(outside)
+        if rows:
+            print(f"truth 3 (published runs), {title}: {summarise(rows, 0.03)}")
+
+
+if __name__ == "__main__":
+    main()
