@@ -86,6 +86,7 @@ def group_norm(s: Setting) -> Case:
     x.requires_grad_(True)
     case = _over(x, layers[0], fixed=fixed)
     case.keep += tuple(layers)
+    case.always_full = True
     return case
 
 
@@ -199,8 +200,16 @@ def rope_inputs(s: Setting) -> tuple[torch.Tensor, ...]:
         randn(1, tokens, heads, head, dtype=s.dtype, grad=True).transpose(1, 2)
         for heads in (queries, keys)
     )
-    cos, sin = (torch.empty(1, tokens, head, dtype=s.dtype, device=META) for _ in range(2))
-    return q, k, cos, sin
+    angles = _angles(tokens, head)
+    both = torch.cat((angles, angles), dim=-1)
+    return q, k, both.cos().to(s.dtype), both.sin().to(s.dtype)
+
+
+def _angles(tokens: int, head: int) -> torch.Tensor:
+    """[1, tokens, D/2]: a matrix product, as the rotary embedding modules make them."""
+    frequencies = torch.empty(1, head // 2, 1, device=META)
+    positions = torch.arange(tokens, device=META)[None, None, :].float()
+    return (frequencies @ positions).transpose(1, 2)
 
 
 def rope(s: Setting) -> Case:
@@ -225,7 +234,8 @@ def llama4_rope(s: Setting) -> Case:
     """Pairs of channels as complex numbers in fp32, times complex frequencies [1, tokens, D/2]."""
     tokens, queries, keys, head = _heads(s)
     q, k = (randn(1, tokens, n, head, dtype=s.dtype, grad=True) for n in (queries, keys))
-    frequencies = torch.empty(1, tokens, head // 2, dtype=torch.complex64, device=META)
+    angles = _angles(tokens, head)
+    frequencies = torch.polar(torch.ones_like(angles), angles)
     positions = torch.arange(tokens, device=META).unsqueeze(0)
 
     def apply() -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ import argparse
 import csv
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import llmem
@@ -38,6 +38,16 @@ RELEASES = (
     ("2025-08", "2.8"), ("2025-04", "2.7"), ("2025-01", "2.6"), ("2024-10", "2.5"), ("", "2.4"),
 )  # fmt: skip
 """(from this month on, the stable release of torch)"""
+
+HELD = ("embedding", "fused_linear_cpo_loss", "fused_linear_simpo_loss")
+"""Ops whose process held memory of earlier benchmarks (compiled functions). It is the same for every
+row of a configuration, so the first row tells how much; that row is not counted."""
+
+REASONS = {
+    "distill_jsd_loss": "the script as committed keeps two fp32 logits less than the measured run",
+    "dyt": "measured grows by less than the tensors do from 4,096 to 8,192 tokens",
+    "rope": "",
+}
 
 TIMES = 4
 """Traced calls: the setup and three measured runs, of which the last counts."""
@@ -93,17 +103,30 @@ def predict(run: Run, build: Callable[[Setting], Case]) -> Row:
 def stock_rows(only: str = "") -> list[Row]:
     """Grade A: stock PyTorch."""
     wanted = [run for run in runs() if run.grade == "A" and only in run.op and run.op in STOCK]
-    return [predict(run, STOCK[run.op]) for run in wanted]
+    return rows_of(wanted, [STOCK[run.op] for run in wanted])
+
+
+def rows_of(wanted: list[Run], builders: list[Callable[[Setting], Case]]) -> list[Row]:
+    """A row for each run, but for those that tell what a process held beforehand."""
+    held: dict[tuple[str, str], int] = {}
+    rows = []
+    for run, build in zip(wanted, builders, strict=True):
+        row = predict(run, build)
+        if run.op in HELD:
+            key = (run.op, json.dumps(run.setting.config, sort_keys=True))
+            if key not in held:
+                held[key] = run.measured - row.predicted
+                continue
+            row = replace(row, predicted=row.predicted + held[key])
+        rows.append(replace(row, reason=REASONS.get(run.op, "")) if abs(row.error) > 0.03 else row)
+    return rows
 
 
 def kernel_rows(only: str = "") -> list[Row]:
     """Grade B: Liger's own Triton kernels that have a stand-in."""
-    found = []
-    for run in runs():
-        build = KERNELS.get((run.op, run.setting.provider))
-        if run.grade == "B" and only in run.op and build is not None:
-            found.append(predict(run, build))
-    return found
+    wanted = [run for run in runs() if run.grade == "B" and only in run.op]
+    wanted = [run for run in wanted if (run.op, run.setting.provider) in KERNELS]
+    return rows_of(wanted, [KERNELS[run.op, run.setting.provider] for run in wanted])
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from llmem.measure.launch import read_record, write_record
 from llmem.spec import RunSpec, make_spec
 
 RECORDS = Path(__file__).parent / "records"
-STRATEGIES = ("ddp", "fsdp2")
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 RANKS = (2, 3, 4)
 
 # Widths that neither 3 nor 4 ranks divide, and a bucket size that makes several buckets.
@@ -51,6 +51,20 @@ DDP_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen2": {"bucket_cap_mb": 0.5, "gradient_as_bucket_view": True},
     "gpt2": {},
 }
+# ds_configs by family: small buckets of every kind, a middle way, and DeepSpeed's defaults.
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "llama": {
+        "reduce_bucket_size": 60_000, "sub_group_size": 50_000,
+        "stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_threshold": 300,
+        "stage3_max_reuse_distance": 100_000, "stage3_max_live_parameters": 200_000,
+    },
+    "qwen2": {
+        "overlap_comm": True, "reduce_bucket_size": 150_000,
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        "stage3_max_reuse_distance": 0,
+    },
+    "gpt2": {},
+}  # fmt: skip
 LORA: dict[str, dict[str, Any]] = {
     "llama": {"lora_r": 5},
     "qwen2": {"lora_r": 3, "lora_target_modules": "all-linear"},
@@ -83,10 +97,16 @@ def configurations(strategies: Iterable[str] = STRATEGIES) -> Iterator[tuple[str
                             "strategy": strategy,
                             **(LORA[family] if method == "lora" else {}),
                             **(DDP_OPTIONS[family] if strategy == "ddp" else {}),
+                            **_deepspeed(strategy, family),
                         }
                         parts = [strategy, family, str(ranks), "bf16" if bf16 else "fp32", method]
                         name = "-".join(parts + (["ckpt"] if checkpointing else []))
                         yield name, make_spec(**fields)
+
+
+def _deepspeed(strategy: str, family: str) -> dict[str, Any]:
+    zero = DEEPSPEED[family] if strategy.startswith("zero") else None
+    return {"deepspeed": {"zero_optimization": zero}} if zero else {}
 
 
 def measure_matrix(chosen: dict[str, RunSpec]) -> None:

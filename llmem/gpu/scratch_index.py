@@ -160,6 +160,18 @@ def _norm_backward(call: Call, source: str, weight: TensorMeta | None, masks: tu
     return found
 
 
+def _dense_gradient(call: Call) -> list[Scratch]:
+    """A copy of an incoming gradient that is not contiguous, such as that of a sum.
+
+    Seen in measured `nn.RMSNorm(x).sum().backward()` on H100 (linkedin/Liger-Kernel, benchmark/data,
+    megatron_rms_norm): the peak holds one tensor more than inputs, outputs and gradients.
+    """
+    grad = call.tensor(0)
+    if grad is None or grad.is_contiguous:
+        return []
+    return [Scratch(grad.nbytes, DURING, "aten/native/cuda/layer_norm_kernel.cu: dY.contiguous()")]
+
+
 def layer_norm_backward(call: Call) -> list[Scratch]:
     """native_layer_norm_backward(grad, input, normalized_shape, mean, rstd, weight, bias, mask)."""
     tensor, rstd, weight = call.tensor(1), call.tensor(4), call.tensor(5)
@@ -167,8 +179,9 @@ def layer_norm_backward(call: Call) -> list[Scratch]:
         return []
     mask = call.scalar(7, (True, weight is not None, call.tensor(6) is not None))
     rows = rstd.numel
-    return _norm_backward(call, "aten/native/cuda/layer_norm_kernel.cu", weight,
-                          (bool(mask[1]), bool(mask[2])), rows, tensor.numel // max(rows, 1))
+    return _dense_gradient(call) + _norm_backward(
+        call, "aten/native/cuda/layer_norm_kernel.cu", weight, (bool(mask[1]), bool(mask[2])), rows,
+        tensor.numel // max(rows, 1))
 
 
 def rms_norm_backward(call: Call) -> list[Scratch]:
@@ -178,8 +191,9 @@ def rms_norm_backward(call: Call) -> list[Scratch]:
         return []
     mask = call.scalar(5, (True, weight is not None))
     rows = rstd.numel
-    return _norm_backward(call, "aten/native/cuda/layer_norm_kernel.cu (rms_norm)", weight,
-                          (bool(mask[1]),), rows, tensor.numel // max(rows, 1))
+    return _dense_gradient(call) + _norm_backward(
+        call, "aten/native/cuda/layer_norm_kernel.cu (rms_norm)", weight, (bool(mask[1]),), rows,
+        tensor.numel // max(rows, 1))
 
 
 def group_norm(call: Call) -> list[Scratch]:

@@ -55,7 +55,7 @@ def validate(records: tuple[str, ...], boundaries: bool, json_out: str | None) -
     from llmem.measure import validate as compare
     from llmem.measure.launch import read_record
 
-    document = []
+    document: list[dict[str, Any]] = []
     for path in records:
         rows = compare(read_record(path), boundaries=boundaries)
         document.append({"record": path, "rows": [row.to_json() for row in rows]})

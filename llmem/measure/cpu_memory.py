@@ -61,9 +61,9 @@ class Curve:
     """Live bytes after each event, without what is left out.
 
     ``left_out`` sums the bytes ever allocated for each reason (when gloo's threads free them is not
-    reliably seen), ``foreign_frees`` are buffers that another thread than the step's freed, ``unseen_frees`` those
-    whose address was given out again although no free was reported, ``unknown_frees`` frees of
-    memory from before the recording.
+    reliably seen). ``foreign_frees`` counts buffers that another thread than the step's freed,
+    ``unseen_frees`` those whose address was given out again although no free was reported,
+    ``unknown_frees`` frees of memory from before the recording.
     """
 
     time: list[int] = field(default_factory=list)
@@ -103,7 +103,7 @@ def read(profile: Any) -> tuple[list[MemoryEvent], list[Mark]]:
 
 def _walk(roots: list[Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Every node of the tree with the names above it."""
-    stack = [(node, ()) for node in reversed(roots)]
+    stack: list[tuple[Any, tuple[str, ...]]] = [(node, ()) for node in reversed(roots)]
     while stack:
         node, scopes = stack.pop()
         yield node, scopes

@@ -150,10 +150,10 @@ def reachable_bytes() -> int:
     """
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and type(thing) in (torch.Tensor, torch.nn.Parameter):
-            if thing.device.type == "cpu" and thing.layout is torch.strided:
-                storage = thing.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+        plain = type(thing) in (torch.Tensor, torch.nn.Parameter)  # not DTensor, which wraps one
+        if plain and thing.device.type == "cpu" and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

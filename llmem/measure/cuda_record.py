@@ -16,7 +16,7 @@ HISTORY_EVENTS = 2_000_000
 
 
 class Counters(Protocol):
-    """The readings a recorder takes, all in bytes: injected, so that no GPU is needed to test it."""
+    """The readings a recorder takes, in bytes: injected, so that no GPU is needed to test it."""
 
     name: str
     capacity: int
@@ -98,7 +98,7 @@ class CudaRecorder:
 
 @dataclass
 class TorchCounters:
-    """The counters of the current CUDA device; ``used`` asks NVML, or nobody where there is none."""
+    """The counters of the current CUDA device; ``used`` asks NVML, if there is one."""
 
     cuda: Any
     used: Callable[[], int | None]

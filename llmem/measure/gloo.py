@@ -10,31 +10,39 @@ collective of gloo on copies, waits, and copies back; what it copies is allocate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d
 from torch.futures import Future
 
 NAME = "gloo_on_copies"
 Tensors = list[torch.Tensor]
 
+if TYPE_CHECKING:
+    # torch calls a Python group with one form of each method; the stub's class overloads them.
+    class _ProcessGroup:
+        def __init__(self, rank: int, size: int) -> None: ...
 
-class GlooOnCopies(dist.ProcessGroup):
+else:
+    _ProcessGroup = dist.ProcessGroup
+
+
+class GlooOnCopies(_ProcessGroup):
     """A process group with the collectives that DDP, FSDP, DTensor and DeepSpeed call."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         return NAME
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
     def barrier(self, opts: Any = None) -> Any:
@@ -153,4 +161,5 @@ def _done(result: Tensors) -> Any:
     """Work that is complete, with ``result`` as its future's value (DDP's reducer reads it)."""
     future: Future[Tensors] = Future()
     future.set_result(result)
-    return _create_work_from_future(future)
+    c10d: Any = _distributed_c10d  # whose stub lacks the function
+    return c10d._create_work_from_future(future)

@@ -73,7 +73,7 @@ def measure_all(
     [gpus] = {spec.gpus for spec in specs}
     processes = 1 if fake_world is not None else gpus
     with tempfile.TemporaryDirectory(prefix="llmem-measure-") as folder:
-        job = {
+        job: dict[str, Any] = {
             "specs": [spec_json(spec) for spec in specs],
             "device": device,
             "steps": steps,
@@ -95,7 +95,7 @@ def measure_all(
 
 def _record(head: dict[str, Any], rank_files: list[Path]) -> dict[str, Any]:
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in rank_files]
-    notes = [rank.pop("notes") for rank in ranks][0]
+    [notes, *_] = [rank.pop("notes") for rank in ranks]
     return {"schema": SCHEMA, **head, "versions": _versions(), "notes": notes, "ranks": ranks}
 
 
@@ -192,8 +192,11 @@ def _history_stem(out: Path) -> Path:
 
 
 def _run(job: Path, processes: int, device: str, timeout_s: float) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "-m", "llmem.measure.worker", str(job)]
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(processes)]
+    command += ["-m", "llmem.measure.worker", str(job)]
     try:
         done = subprocess.run(
             command,
@@ -204,9 +207,9 @@ def _run(job: Path, processes: int, device: str, timeout_s: float) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise LlmemError(f"the measured run took longer than {timeout_s:g} s and was ended") from None
+        raise LlmemError(f"the run took longer than {timeout_s:g} s and was ended") from None
     if done.returncode:
-        raise LlmemError(_failure(job.parent, done.stderr))
+        raise LlmemError(failure(job.parent, done.stderr))
 
 
 def _environment(device: str) -> dict[str, str]:
@@ -219,7 +222,8 @@ def _environment(device: str) -> dict[str, str]:
     return environment
 
 
-def _failure(folder: Path, stderr: str) -> str:
+def failure(folder: Path, stderr: str) -> str:
+    """One sentence about why a process ended: its own if it left one, else its first error."""
     for path in sorted(folder.glob("error*.txt")):
         return path.read_text(encoding="utf-8")
     errors = [line for line in stderr.splitlines() if "Error" in line and "ChildFailed" not in line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from llmem.errors import LlmemError
@@ -44,26 +45,28 @@ def validate(
     """
     from llmem.spec import make_spec
 
-    if estimate_fn is None:
-        from llmem.estimate import estimate as estimate_fn
     spec = make_spec(**record["spec"])
     on_cpu = record["device"] == "cpu"
     if on_cpu:
         spec = spec.model_copy(update={"gpu": "cpu"})
     elif spec.gpu is None:
         spec = spec.model_copy(update={"gpu": record["ranks"][0]["gpu"]})
-    estimate = estimate_fn(spec)
+    estimate = (estimate_fn or _estimate)(spec)
     rows: list[Row] = []
     for measured in record["ranks"]:
         predicted = _rank_of(estimate, measured["rank"])
         if on_cpu:
             rows += _cpu_rows(measured, predicted, spec.strategy)
-            rows += (
-                _boundary_rows(measured, predicted, estimate.trace) if boundaries else ()
-            )
+            rows += _boundary_rows(measured, predicted, estimate.trace) if boundaries else ()
         else:
             rows += _cuda_rows(measured, predicted)
     return rows
+
+
+def _estimate(spec: Any) -> Any:
+    from llmem.estimate import estimate
+
+    return estimate(spec)
 
 
 def _rank_of(estimate: Any, rank: int) -> Any:
@@ -116,7 +119,7 @@ def steady_phases(predicted: Any) -> dict[str, int]:
     ticks, curve = timeline.events.tick.tolist(), timeline.requested.tolist()
     last = max(step for _, _, step in trace.phase_ticks)
     peaks: dict[str, int] = {}
-    for (start, phase, step), (end, _, _) in zip(starts[:-1], starts[1:], strict=True):
+    for (start, phase, step), (end, _, _) in pairwise(starts):
         if step != last or phase is None:
             continue
         inside = curve[bisect_right(ticks, start) : bisect_right(ticks, end)]
@@ -137,9 +140,7 @@ def _boundary_rows(measured: dict[str, Any], predicted: Any, unsharded: Any) -> 
             yield _row(measured["rank"], name, live, there[key], measured["peak"])
 
 
-def predicted_boundaries(
-    predicted: Any, unsharded: Any
-) -> dict[tuple[int, str, str, str], int]:
+def predicted_boundaries(predicted: Any, unsharded: Any) -> dict[tuple[int, str, str, str], int]:
     """Live bytes where a predicted rank's blocks start and stop to compute.
 
     The ticks of the blocks are those of the ``unsharded`` trace; the engine's events sit between

@@ -72,20 +72,26 @@ def without_onednn() -> Iterator[None]:
 
 
 def start_process_group(device: str, fake_world: int | None) -> None:
-    """nccl on GPUs, gloo (on copies) on CPU, or the view of rank 0 of ``fake_world`` in this one process."""
+    """nccl on GPUs, gloo on copies on CPU, or rank 0 of ``fake_world`` in this one process."""
     import torch
     import torch.distributed as dist
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if fake_world is None:
-        from llmem.measure.gloo import register
+    if fake_world is not None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("nccl" if device == "cuda" else register())
+        dist.init_process_group("fake", rank=0, world_size=fake_world, store=FakeStore())
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch._C._distributed_c10d import HashStore
 
-    dist.init_process_group("fake", rank=0, world_size=fake_world, store=FakeStore())
+    from llmem.measure.gloo import register
+
+    backend = "nccl" if device == "cuda" else register()
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
 
 
 def stop_process_group() -> None:

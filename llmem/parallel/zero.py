@@ -8,7 +8,7 @@ from llmem.parallel.sharded_step import device_of
 from llmem.parallel.zero12 import Zero12Pass
 from llmem.parallel.zero_layout import FlatGroup, flat_group, in_model_order
 from llmem.parallel.zero_options import ZeroOptions, options_of
-from llmem.parallel.zero_step import trace_step
+from llmem.parallel.zero_step import step_on_host, trace_step
 from llmem.spec import RunSpec
 
 MANY_RANKS = 8
@@ -49,16 +49,20 @@ def _stage12(trace: Trace, spec: RunSpec, options: ZeroOptions) -> list[RankTabl
             flatten_on_host=_too_large_twice(trace, group, spec),
         )
         editor = engine.run()
-        step = trace_step(
-            [engine.group_step()],
-            options,
-            spec,
-            steps=len(trace.step_ticks) - 1,
-            gradient_dtype=engine.gradient_dtype,
-        )
-        released = step.splice(editor)
-        for number, end in engine.until_step:
-            end(released[number][0])
+        if options.offload_optimizer != "none":
+            optimizer = step_on_host(editor)
+        else:
+            step = trace_step(
+                [engine.group_step()],
+                options,
+                spec,
+                steps=len(trace.step_ticks) - 1,
+                gradient_dtype=engine.gradient_dtype,
+            )
+            released = step.splice(editor)
+            for number, end in engine.until_step:
+                end(released[number][0])
+            optimizer = step.trace.optimizer
         lifetimes, named = editor.finish()
         notes = list(options.notes)
         if len(members) > 1:
@@ -66,9 +70,7 @@ def _stage12(trace: Trace, spec: RunSpec, options: ZeroOptions) -> list[RankTabl
                 f"zero{options.stage}: ranks {members[1]} to {members[-1]} hold gradients of no more "
                 f"parameters than rank {members[0]}, and are shown as alike"
             )
-        tables.append(
-            RankTable(members[0], lifetimes, named, step.trace.optimizer, notes, members)
-        )
+        tables.append(RankTable(members[0], lifetimes, named, optimizer, notes, members))
     return tables
 
 

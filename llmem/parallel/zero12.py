@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from llmem.lifetimes import TICK, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.gradients import gradient_rows
@@ -29,7 +31,7 @@ from llmem.parallel.zero_options import ZeroOptions
 from llmem.parallel.zero_ready import Backward, backwards_of
 from llmem.parallel.zero_step import GroupStep
 
-FP32 = 4
+FP32, FP64 = 4, 8
 REDUCTION_STREAM = 1
 
 End = Callable[[int], None]
@@ -108,6 +110,11 @@ class Zero12Pass:
     # -- sizes and kinds -------------------------------------------------------------------------
 
     @property
+    def _offloaded(self) -> bool:
+        """Masters, optimizer states and the gradients' partition are on the host."""
+        return self.options.offload_optimizer != "none"
+
+    @property
     def _compact(self) -> bool:
         """``_use_compact_grad_partition_buffer``."""
         return self.options.separate and self.options.accumulation_dtype == "float32"
@@ -131,14 +138,22 @@ class Zero12Pass:
     def _setup(self) -> None:
         editor, at = self.editor, int(self.trace.step_ticks[0]) - TICK
         itemsize, partition = self.options.itemsize, self.group.partition
-        originals = sorted({p.row for p in self.group.parameters})
+        # Recorded births reach into the first step's tick; what DeepSpeed replaces is added anew.
+        editor.drop(np.array([p.row for p in self.group.parameters], np.int64))
+        originals = [
+            editor.add(p.nbytes, editor.at(at), category=Category.PARAMETER, key=p.key)
+            for p in self.group.parameters
+        ]
         if self.flatten_on_host:
-            for row in originals:
-                editor.end(row, editor.at(at))
+            editor.free(originals, at)
         editor.add(self.group.numel * itemsize, editor.at(at), category=Category.PARAMETER)
         if not self.flatten_on_host:
-            for row in originals:
-                editor.end(row, editor.at(at))
+            editor.free(originals, at)
+        if self._offloaded:  # temp_grad_buffer_for_gpu_offload
+            largest = max(p.numel for p in self.group.parameters)
+            editor.free(editor.add(partition * itemsize, editor.at(at)), at)
+            editor.add(largest * itemsize, editor.at(at), category=Category.GRADIENT)
+            return
         clone = editor.add(partition * itemsize, editor.at(at)) if itemsize != FP32 else None
         editor.add(partition * FP32, editor.at(at), category=Category.OPTIMIZER_STATE)
         if clone is not None:
@@ -211,6 +226,8 @@ class Zero12Pass:
             if parameter.key not in self.mine:
                 if self.options.stage == 2:
                     self._release(parameter, tick)
+            elif self._offloaded:
+                self._offload(parameter, tick)
             elif self._compact:
                 if self._apart:
                     self._release(parameter, tick)
@@ -221,6 +238,15 @@ class Zero12Pass:
                 end = self._own.pop(parameter.key)
                 self.until_step.append((self._now.step, end))
         self._bucket.clear()
+
+    def _offload(self, parameter: Parameter, tick: int) -> None:
+        """``copy_grads_in_partition`` with cpu_offload: norm in fp64, cast, copy to the host."""
+        editor, count = self.editor, self.mine[parameter.key].count
+        if self._now.last:
+            editor.free(editor.add(count * FP64, editor.at(tick)), tick)
+            if self._itemsize != FP32:
+                editor.free(editor.add(count * FP32, editor.at(tick)), tick)
+            self._release(parameter, tick)
 
     def _open_holder(self, tick: int) -> None:
         """``grads_in_partition``: whole gradients of the parameters this rank has a part of."""
@@ -305,7 +331,7 @@ class Zero12Pass:
         found: list[tuple[int, int, bool]] = []
         for parameter in self._bucket.parameters:
             for rank, count in self.group.ranks_of(parameter):
-                is_mine = self._compact and rank == self.rank
+                is_mine = self._compact and rank == self.rank and not self._offloaded
                 if is_mine:
                     self._open_partition(tick)
                 if found and not is_mine and found[-1][1] == rank:
@@ -343,6 +369,8 @@ class Zero12Pass:
     def _close(self, tick: int) -> None:
         """What the last micro-batch adds to this rank's gradients (``get_flat_partition``)."""
         self._has_holder = False
+        if self._offloaded:
+            return
         if self._compact:
             self._open_partition(tick)
             self._has_partition = False

@@ -40,6 +40,9 @@ from llmem.parallel.zero_step import GroupStep
 
 FP32 = 4
 GATHER_STREAM, REDUCE_STREAM = 1, 2
+LORA_A = ".lora_A."
+"""peft's LoRA layers read ``lora_A.weight.dtype`` in forward, which makes it an external parameter
+of the layer as well (``ZeROOrderedDict.__getitem__``)."""
 
 
 def shard(numel: int, ranks: int) -> int:
@@ -205,7 +208,7 @@ class Zero3Pass:
     # -- what the coordinator asks for -------------------------------------------------------------
 
     def gather(self, group: Group) -> None:
-        """An all-gather is launched."""
+        """An all-gather is launched; partitions on the host come by way of the GPU."""
         if self.options.world == 1:
             return
         editor, members = self.editor, [self._by_key[m.key] for m in group.members]
@@ -216,6 +219,11 @@ class Zero3Pass:
             for parameter in members:
                 self._copy(parameter, op, GATHER_STREAM)
             return
+        staged = [
+            editor.add(self._shard(p) * p.itemsize, editor.at(self._tick), op=op)
+            for p in members
+            if self.options.offload_param != "none" and not self._persists(p)
+        ]
         for dtype in dict.fromkeys(p.dtype for p in members):
             mine = sum(self._shard(p) for p in members if p.dtype == dtype) * ITEMSIZE[dtype]
             self._flat[id(group)].append(
@@ -227,6 +235,7 @@ class Zero3Pass:
                     stream=self._gather_stream,
                 )
             )
+        editor.free(staged, self._tick)
 
     def unpack(self, group: Group) -> None:
         """The all-gather's result is needed: it is copied out of the flat buffer."""
@@ -384,8 +393,12 @@ def _gathered(parameters: list[Parameter], options: ZeroOptions) -> dict[int, Ga
 def _owned(
     trace: Trace, parameters: list[Parameter], gathered: dict[int, Gathered]
 ) -> dict[str, list[Gathered]]:
+    """The parameters that each module fetches: its own, and those it was seen to touch."""
     owned: dict[str, list[Gathered]] = {}
     for parameter in parameters:
-        for module in owners_of(trace, parameter):
+        modules = owners_of(trace, parameter)
+        if LORA_A in parameter.name:
+            modules.append(parameter.name.split(LORA_A)[0])
+        for module in modules:
             owned.setdefault(module, []).append(gathered[parameter.key])
     return owned

@@ -124,6 +124,9 @@ def backward_hooks(trace: Trace, backward: Backward) -> list[Hook]:
         depth = module.count(".") + bool(module)
         hook = Hook(tick, Kind.PRE_BACKWARD, module)
         timed.append((tick // TICK, int(hook.kind), depth, 0, hook))
+    for module in _embeddings_whose_output_is_made_to_need_gradients(trace, backward, first):
+        hook = Hook(backward.end, Kind.PRE_BACKWARD, module)
+        timed.append((backward.end // TICK, int(hook.kind), 0, 0, hook))
     for module in flowing & set(last):
         tick = min(int(next_tick[last[module]]), backward.end)
         depth = module.count(".") + bool(module)
@@ -189,3 +192,25 @@ def _modules_that_pass_gradients(trace: Trace, backward: Backward) -> set[str]:
         elif (made := maker.get(row)) is not None and made != module:
             found |= set(lineage(made)) - set(lineage(module))
     return found
+
+
+def _embeddings_whose_output_is_made_to_need_gradients(
+    trace: Trace, backward: Backward, first: dict[str, int]
+) -> list[str]:
+    """Frozen embeddings under ``enable_input_require_grads``: no op, but a hook in backward.
+
+    Then frozen modules that run before the first trained one have ops in backward.
+    """
+    trained = {p.name.rpartition(".")[0] for p in trace.parameters if p.trainable}
+    calls = [
+        trace.modules[s.module]
+        for s in trace.spans
+        if s.step == backward.step and s.phase is Phase.FORWARD
+    ]
+    around = {m for name in trained for m in lineage(name)}
+    before = calls[: next((i for i, m in enumerate(calls) if m in trained), len(calls))]
+    if not any(m in first and m not in around for m in before):
+        return []
+    embedding = trace.names.index("embedding") if "embedding" in trace.names else -1
+    made = np.unique(trace.ops.module[trace.ops.name == embedding]).tolist()
+    return [trace.modules[m] for m in made if trace.modules[m] not in {*trained, *first}]

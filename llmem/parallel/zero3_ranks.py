@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llmem.lifetimes import Phase, Trace
+from llmem.lifetimes import Trace
 from llmem.parallel import RankTable
 from llmem.parallel.zero3 import Zero3Pass
 from llmem.parallel.zero_options import ZeroOptions
-from llmem.parallel.zero_step import trace_step
+from llmem.parallel.zero_step import step_on_host, trace_step
 from llmem.spec import RunSpec
 
 
@@ -14,16 +14,18 @@ def stage3_ranks(trace: Trace, spec: RunSpec, options: ZeroOptions) -> list[Rank
     """All ranks keep equally many elements, padding included."""
     engine = Zero3Pass(trace, options)
     editor = engine.run()
-    step = trace_step(
-        engine.group_steps(),
-        options,
-        spec,
-        steps=len(trace.step_ticks) - 1,
-        gradient_dtype=options.accumulation_dtype,
-    )
-    step.splice(editor)
+    if options.offload_optimizer != "none":
+        optimizer = step_on_host(editor)
+    else:
+        step = trace_step(
+            engine.group_steps(),
+            options,
+            spec,
+            steps=len(trace.step_ticks) - 1,
+            gradient_dtype=options.accumulation_dtype,
+        )
+        step.splice(editor)
+        optimizer = step.trace.optimizer
     lifetimes, named = editor.finish()
     everyone = tuple(range(options.world))
-    return [
-        RankTable(0, lifetimes, named, step.trace.optimizer, list(options.notes), everyone)
-    ]
+    return [RankTable(0, lifetimes, named, optimizer, list(options.notes), everyone)]

@@ -128,6 +128,11 @@ def _with_notes(
             f"prefetch {options.prefetch_bucket:,}, live {zero.max_live_parameters:,}, reuse "
             f"distance {zero.max_reuse_distance:,}, persistence {options.persistence:,} elements"
         )
+    for what, device in (
+        ("optimizer", options.offload_optimizer), ("parameters", options.offload_param)
+    ):
+        if device != "none":
+            told.append(f"zero{stage}: {what} on {device}, staging buffers on the GPU")
     if len({p.dtype for p in trained}) > 1:
         told.append(f"zero{stage}: trained parameters of several dtypes, taken as one buffer")
     if config.optimizer is not None:

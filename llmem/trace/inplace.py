@@ -23,6 +23,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import gt
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -104,8 +106,7 @@ class InPlace:
             return None
         if isinstance(node, BackwardCFunction) and id_of(old) in self._made:
             return None  # the backward written in Python adds two tensors of its own
-        tensor_count, storage_count = counts(old)
-        if tensor_count > self._sole[0] or storage_count > self._sole[1] or not dense(old):
+        if any(map(gt, counts(args), self._sole)) or not dense(old):
             return None
         aten.add_.Tensor(old, new)
         return old  # type: ignore[no-any-return]
@@ -151,23 +152,27 @@ def dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """References to the tensor and to its storage, those of the call itself included."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def counts(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """References to the first argument in Python, to its tensor in C++ and to its storage.
+
+    Those of the call itself are included.
+    """
+    storage = args[0].untyped_storage()._cdata
+    return getrefcount(args[0]), args[0]._use_count(), torch._C._storage_Use_Count(storage)
 
 
 @cache
-def sole_reference_counts() -> tuple[int, int]:
+def sole_reference_counts() -> tuple[int, int, int]:
     """``counts`` of a gradient that only the engine's input buffer holds."""
 
     class Probe(TorchDispatchMode):
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[int, int, int]] = []
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             if func is aten.add.Tensor and torch._C._current_autograd_node() is not None:
-                self.seen.append(counts(args[0]))
+                self.seen.append(counts(args))
             return func(*args, **(kwargs or {}))
 
     x = torch.empty(3, device="meta", requires_grad=True)

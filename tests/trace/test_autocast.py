@@ -286,12 +286,12 @@ def casts(trace: Trace, nbytes: int) -> list[tuple[str, str, str]]:
 
 
 class Twice(nn.Module):
-    """x W^T W^T with one frozen product after it; W is [8, 8]: 128 bytes in bf16."""
+    """x W^T W^T and a product with a frozen matrix; in bf16 they have 128 and 320 bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(8, 8, device="meta"))
-        self.frozen = nn.Parameter(torch.empty(8, 16, device="meta"), requires_grad=False)
+        self.frozen = nn.Parameter(torch.empty(8, 20, device="meta"), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.nn.functional.linear(torch.nn.functional.linear(x, self.weight), self.weight)
@@ -299,7 +299,7 @@ class Twice(nn.Module):
 
 
 def test_a_weights_cast_is_made_once_and_lives_until_backward_has_used_it() -> None:
-    model, x = Twice(), meta(4, 8)
+    model, x = Twice(), meta(3, 8)
 
     def step() -> None:
         with autocast_on_meta("bfloat16"):
@@ -307,16 +307,15 @@ def test_a_weights_cast_is_made_once_and_lives_until_backward_has_used_it() -> N
         loss.backward()
 
     trace = trace_of(step, model)
-    # The cast of the weight, and the gradient that is cast back (256 bytes, not counted here);
-    # the first linear layer needs no weight in backward (x has no gradient), the second does.
+    # One cast for both uses. The first needs no weight in backward (x wants no gradient), the
+    # second does, for the gradient of its input; then nothing holds the cast any more.
     assert casts(trace, 128) == [("forward", "mm", "backward")]
-    # A frozen weight is cast at each use; backward holds it for the gradient of its input.
-    assert casts(trace, 256) == [("forward", "mm", "backward"), ("backward", "_to_copy", "backward")]\
-        or len(casts(trace, 256)) == 2
+    # A frozen weight's cast is not cached; backward holds it for the gradient of its input.
+    assert casts(trace, 320) == [("forward", "mm", "backward")]
 
 
 def test_without_a_graph_the_cast_lives_until_the_outermost_region_ends() -> None:
-    model, x = Twice(), meta(4, 8)
+    model, x = Twice(), meta(3, 8)
 
     def step() -> None:
         with torch.no_grad(), autocast_on_meta("bfloat16"):
@@ -330,7 +329,7 @@ def test_without_a_graph_the_cast_lives_until_the_outermost_region_ends() -> Non
 
 
 def test_the_cache_can_be_off_and_inference_mode_has_none() -> None:
-    model, x = Twice(), meta(4, 8)
+    model, x = Twice(), meta(3, 8)
 
     def uncached() -> None:
         with torch.no_grad(), torch.autocast("meta", dtype=BF16, cache_enabled=False):
@@ -345,7 +344,7 @@ def test_the_cache_can_be_off_and_inference_mode_has_none() -> None:
 
 
 def test_recomputation_casts_again_in_a_region_of_its_own() -> None:
-    model, x = Twice(), meta(4, 8).requires_grad_()
+    model, x = Twice(), meta(3, 8).requires_grad_()
 
     def step() -> None:
         with autocast_on_meta("bfloat16"):

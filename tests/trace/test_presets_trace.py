@@ -49,20 +49,22 @@ def check_step(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_traces_with_checkpointing(name: str) -> None:
-    trace = traced(name, checkpointing=True, steps=1)
+def test_one_step_can_be_traced(name: str) -> None:
+    """With checkpointing for every second preset; the slow test below does both for each."""
+    checkpointing = PRESETS.index(name) % 2 == 0
+    trace = traced(name, checkpointing=checkpointing, steps=1)
     check_step(trace)
-    assert trace.ops.recompute.any()
+    assert trace.ops.recompute.any() == checkpointing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_traces_without_checkpointing(name: str) -> None:
-    trace = traced(name, checkpointing=False, steps=2)
-    check_step(trace)
-    assert not trace.ops.recompute.any()
-    less = traced(name, checkpointing=True, steps=2)
-    assert activations(less) < activations(trace)
+def test_checkpointing_keeps_fewer_activations(name: str) -> None:
+    kept = traced(name, checkpointing=False, steps=2)
+    check_step(kept)
+    recomputed = traced(name, checkpointing=True, steps=2)
+    check_step(recomputed)
+    assert activations(recomputed) < activations(kept)
 
 
 def activations(trace: Trace) -> int:
