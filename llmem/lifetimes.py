@@ -268,6 +268,8 @@ class Trace:
     """Parameter key -> the dtype in which an engine keeps it between uses."""
     wrapped: list[str] = field(default_factory=list)
     """Names of the blocks that engines shard as one (the model's ``_no_split_modules``)."""
+    sharded: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Parameter key -> (dimension, its whole size) that tensor-parallel ranks cut in chunks."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, state_elements and state_bytes (host scalars included), after the last step."""
     tracing_seconds: float = 0.0

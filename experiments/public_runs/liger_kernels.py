@@ -12,6 +12,7 @@ from experiments.public_runs.liger_case import (
     META,
     Case,
     Setting,
+    cublas_workspaces,
     from_fixed,
     from_loss,
     from_noise,
@@ -61,6 +62,7 @@ class LigerMlp(GatedMlp):
 
 
 def gated_mlp(s: Setting) -> Case:
+    cublas_workspaces()
     width = s.size("hidden_size")
     x = randn(s.size("bsz", "B"), s.x, width, dtype=s.dtype, grad=True)
     layer = LigerMlp(width, s.size("intermediate_size"), s.config["hidden_act"], s.dtype)
@@ -87,22 +89,23 @@ def rope(s: Setting) -> Case:
 
 
 def fused_add_rms_norm(s: Setting) -> Case:
-    """Residual added by torch, then RMSNorm: what the provider ``liger_rms_norm`` is."""
-    rows, width = (s.size("M"), s.x) if "M" in s.config else (s.x, s.size("hidden_size"))
-    x = randn(rows, width, dtype=s.dtype, grad=True)
-    residual = randn(rows, width, dtype=s.dtype, grad=True)
-    weight = torch.ones(width, device=META, requires_grad=True)
+    """The provider ``liger_rms_norm``: torch adds the residual, RMSNorm not in place, a weight."""
+    x, residual = (randn(s.size("M"), s.x, dtype=s.dtype) for _ in range(2))
+    gradients = (torch.randn_like(x), torch.randn_like(residual))
+    x.requires_grad_(True)
+    residual.requires_grad_(True)
+    outer, inner = (torch.ones(s.x, device=META, requires_grad=True) for _ in range(2))
     sms = s.device.sm_count
 
-    def forward() -> Any:
-        total = x + residual
-        return liger_ops.rms_norm(total, weight, sm_count=sms), total
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        total = x.to(torch.float32) + residual.to(torch.float32)
+        normed = liger_ops.rms_norm(total, inner, sm_count=sms, in_place=False)
+        return outer * normed.to(s.dtype), total.to(s.dtype)
 
     def backward(outputs: Any) -> None:
-        noise = tuple(torch.randn_like(t) for t in outputs)
-        torch.autograd.backward(outputs, noise, retain_graph=True)
+        torch.autograd.backward(outputs, gradients)
 
-    return Case(forward, backward, (x, residual, weight))
+    return Case(forward, backward, (x, residual, outer, inner))
 
 
 def embedding(s: Setting) -> Case:

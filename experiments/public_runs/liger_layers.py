@@ -12,6 +12,7 @@ from experiments.public_runs.liger_case import (
     META,
     Case,
     Setting,
+    cublas_workspaces,
     from_fixed,
     from_noise,
     ids,
@@ -164,6 +165,7 @@ class GatedMlp(nn.Module):
 
 
 def gated_mlp(s: Setting) -> Case:
+    cublas_workspaces()
     width = s.size("hidden_size")
     x = randn(s.size("bsz", "B"), s.x, width, dtype=s.dtype, grad=True)
     layer = GatedMlp(width, s.size("intermediate_size"), s.config["hidden_act"], s.dtype)

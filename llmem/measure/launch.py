@@ -38,7 +38,12 @@ def measure(
     ``fake_world``: one process that sees itself as rank 0 of that many, with collectives that move
     nothing. ``history`` also writes each rank's full allocation history beside ``out``.
 
-    Returns the record (see docs/measure.md), written to ``out`` (JSON, or gzip for ``.gz``).
+    Returns the record, written to ``out`` (JSON, gzip for ``.gz``): ``spec`` (the fields that
+    differ from RunSpec's defaults), ``versions``, and ``ranks``. Each rank has ``steps`` in bytes:
+    on cpu ``peak``, ``end`` and ``phases``, on cuda ``allocated``, ``reserved``, ``end`` and
+    ``device_used``. On cpu also ``peak`` (over all steps), ``setup_peak``, ``boundaries`` ([step,
+    phase, block, edge, live bytes] of the first and the last step), ``at_peak``, and ``left_out``
+    (bytes not counted, by reason).
     Raises LlmemError if the device is missing, the model cannot travel to other processes, or a
     process fails.
     """

@@ -44,10 +44,18 @@ ENGINES = {
 parameters while it computes (None: their own, or autocast), and ``ranks(trace, spec)``."""
 
 
+WITH_TP = ("none", "ddp", "fsdp2")
+"""Strategies whose passes work on the local shapes of a tensor-parallel rank."""
+
+
 def engine(spec: RunSpec) -> Any:
     """The module that models ``spec.strategy``. Raises LlmemError if there is none."""
-    if spec.tp > 1 or spec.pp > 1:
-        raise LlmemError("--tp and --pp are not supported yet; use --gpus with a --strategy")
+    if spec.pp > 1:
+        raise LlmemError("--pp is not supported yet; use --tp, or --gpus with a --strategy")
+    if spec.tp > 1 and spec.strategy not in WITH_TP:
+        raise LlmemError(
+            f"--tp with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_TP)}"
+        )
     name = ENGINES.get(spec.strategy)
     if name is None:
         known = ", ".join(ENGINES)
@@ -63,4 +71,6 @@ def compute_dtype(spec: RunSpec) -> str | None:
 def ranks_of(trace: Trace, spec: RunSpec) -> list[RankTable]:
     """The tables of the ranks that differ from each other, worst or not."""
     make: Callable[[Trace, RunSpec], list[RankTable]] = engine(spec).ranks
+    if spec.tp > 1:
+        return import_module("llmem.parallel.tensor").ranks(trace, spec, make)  # type: ignore[no-any-return]
     return make(trace, spec)

@@ -30,7 +30,7 @@ from llmem.parallel.gradients import gradient_rows
 from llmem.parallel.zero3_coordinator import Coordinator, Gathered, Group, Limits
 from llmem.parallel.zero3_hooks import Hook, Kind, backward_hooks, forward_hooks
 from llmem.parallel.zero3_linear import (
-    compute_last_outputs_again,
+    compute_last_layers_again,
     keep_inputs_of_frozen_linears,
 )
 from llmem.parallel.zero_layout import in_model_order, owners_of
@@ -86,7 +86,7 @@ class Zero3Pass:
         self._setup()
         if self.options.zero.memory_efficient_linear:
             keep_inputs_of_frozen_linears(self.editor, self.trace)
-            compute_last_outputs_again(self.editor, self.trace)
+            compute_last_layers_again(self.editor, self.trace)
         for backward in backwards_of(self.trace):
             self._forward(backward)
             self._backward(backward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmem.lifetimes import Category, Parameter, Phase, Touch, Trace
+from llmem.lifetimes import TICK, Category, Phase, Touch, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.zero3_hooks import own_ops, regions_of
 from llmem.parallel.zero_layout import owners_of
@@ -21,80 +21,110 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 def keep_inputs_of_frozen_linears(editor: Editor, trace: Trace) -> None:
     """Let the inputs of frozen linear layers live until the layer's backward."""
-    frozen = [p for p in trace.parameters if not p.trainable and len(p.shape) == 2]
-    modules = {m for p in frozen for m in owners_of(trace, p)}
-    ids = [i for i, name in enumerate(trace.modules) if name in modules]
-    names = [i for i, name in enumerate(trace.names) if name in PRODUCTS]
-    products = np.flatnonzero(np.isin(trace.ops.module, ids) & np.isin(trace.ops.name, names))
-    if not len(products):
-        return
-    weights = {p.row for p in trace.parameters}
+    linears = _Linears(trace)
     death = trace.lifetimes.death.copy()
     start = trace.step_ticks[0]
     for backward in backwards_of(trace):
         own = own_ops(trace, backward)
-        users = _first_by_module(trace, own[np.isin(own, products)])
-        for op in _forward_products(trace, products, backward, start).tolist():
+        users = linears.first_in(own)
+        for op in linears.saved(backward, start).tolist():
             until = users.get(int(trace.ops.module[op]))
-            if until is None:
+            weight = linears.weights[int(trace.ops.module[op])]
+            if until is None or weight.trainable:
                 continue
-            tick = int(trace.ops.tick[until])
-            mask = (trace.touch_op == op) & (trace.touch_kind == Touch.READ)
-            for row in trace.touch_row[mask].tolist():
-                if row not in weights and death[row] <= tick:
-                    death[row] = tick
-                    editor.end(row, editor.at(tick))
+            tick, row = int(trace.ops.tick[until]), linears.input_row(op)
+            if row >= 0 and death[row] <= tick:
+                death[row] = tick
+                editor.end(row, editor.at(tick))
         start = backward.end
 
 
-def compute_last_outputs_again(editor: Editor, trace: Trace) -> None:
-    """Add the output of the linear layer at which each recomputation stops."""
-    weights = {m: p for p in trace.parameters if len(p.shape) == 2 for m in owners_of(trace, p)}
-    products = np.isin(trace.ops.name, [i for i, n in enumerate(trace.names) if n in PRODUCTS])
-    forward = np.flatnonzero(products & (trace.ops.phase == int(Phase.FORWARD)))
+def compute_last_layers_again(editor: Editor, trace: Trace) -> None:
+    """The linear layer at which a recomputation stops: its output, its input if it is frozen."""
+    linears = _Linears(trace)
+    next_tick = np.append(trace.ops.tick[1:], trace.step_ticks[-1])
     for backward in backwards_of(trace):
+        own = own_ops(trace, backward)
         for region in regions_of(trace, backward):
             module = region.calls[-1].module
-            weight = weights.get(trace.modules[module])
-            ops = forward[trace.ops.module[forward] == module]
-            if weight is None or not len(ops):
+            op = linears.forward_op.get(module)
+            if op is None:
                 continue
-            nbytes = _output_bytes(trace, int(ops[0]), weight)
-            if nbytes:
-                editor.free(
-                    editor.add(nbytes, editor.at(region.end), category=Category.ACTIVATION),
-                    region.end,
+            output, kept = linears.output_bytes(op), None
+            if not linears.weights[module].trainable:
+                kept = editor.add(
+                    linears.input_bytes(op), editor.at(region.end), category=Category.ACTIVATION
                 )
+            made = editor.add(output, editor.at(region.end), category=Category.ACTIVATION)
+            editor.free(made, region.end)
+            mine = own[trace.ops.module[own] == module]
+            mine = mine[trace.ops.tick[mine] // TICK >= region.end // TICK]
+            if kept is not None:
+                editor.free(kept, int(next_tick[mine[0]]) if len(mine) else region.end)
 
 
-def _output_bytes(trace: Trace, op: int, weight: Parameter) -> int:
-    """Bytes of ``x @ weight.T``; 0 if the weight was used the other way round (Conv1D)."""
-    mask = trace.touch_op == op
-    sizes = [
-        int(trace.lifetimes.nbytes[row])
-        for row in trace.touch_row[mask].tolist()
-        if row != weight.row
-    ]
-    out, into = weight.shape
-    fits = len(sizes) >= 2 and sizes[-1] * into == sizes[-2] * out
-    return sizes[-1] if fits else 0
+class _Linears:
+    """The linear layers of a trace: where they multiply, and what goes in and out."""
 
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        ids = {name: i for i, name in enumerate(trace.modules)}
+        weights = {
+            ids[module]: p
+            for p in trace.parameters
+            if len(p.shape) == 2
+            for module in owners_of(trace, p)
+            if module in ids
+        }
+        names = [i for i, name in enumerate(trace.names) if name in PRODUCTS]
+        ops = trace.ops
+        products = np.flatnonzero(np.isin(ops.module, list(weights)) & np.isin(ops.name, names))
+        order = np.argsort(trace.touch_op, kind="stable")
+        self._touches = (trace.touch_op[order], trace.touch_row[order], trace.touch_kind[order])
+        forward = products[(ops.phase[products] == int(Phase.FORWARD)) | ops.recompute[products]]
+        self.weights = weights
+        right = {int(ops.module[op]) for op in forward.tolist() if self._is_linear(op)}
+        self.products = products[np.isin(ops.module[products], list(right))]
+        self.forward = forward[np.isin(ops.module[forward], list(right))]
+        self.forward_op = {int(ops.module[op]): op for op in self.forward.tolist()[::-1]}
 
-def _first_by_module(trace: Trace, ops: np.ndarray) -> dict[int, int]:
-    first: dict[int, int] = {}
-    for op in ops.tolist():
-        first.setdefault(int(trace.ops.module[op]), op)
-    return first
+    def _rows(self, op: int, kind: Touch) -> list[int]:
+        ops, rows, kinds = self._touches
+        low, high = np.searchsorted(ops, [op, op + 1])
+        weight = self.weights[int(self.trace.ops.module[op])].row
+        found = zip(rows[low:high].tolist(), kinds[low:high].tolist(), strict=True)
+        return [row for row, touch in found if touch == kind and row != weight]
 
+    def input_row(self, op: int) -> int:
+        return max(self._rows(op, Touch.READ), key=self._size, default=-1)
 
-def _forward_products(
-    trace: Trace, products: np.ndarray, backward: Backward, start: int
-) -> np.ndarray:
-    """The products whose inputs are saved: those run again in backward, or else in forward."""
-    ticks, ops = trace.ops.tick[products], trace.ops
-    again = products[(ticks >= backward.start) & (ticks < backward.end) & ops.recompute[products]]
-    forward = products[
-        (ticks >= start) & (ticks < backward.start) & (ops.phase[products] == int(Phase.FORWARD))
-    ]
-    recomputed = np.isin(ops.module[forward], ops.module[again])
-    return np.concatenate([forward[~recomputed], again])
+    def _size(self, row: int) -> int:
+        return int(self.trace.lifetimes.nbytes[row])
+
+    def input_bytes(self, op: int) -> int:
+        row = self.input_row(op)
+        return self._size(row) if row >= 0 else 0
+
+    def output_bytes(self, op: int) -> int:
+        return max((self._size(row) for row in self._rows(op, Touch.WRITE)), default=0)
+
+    def _is_linear(self, op: int) -> bool:
+        """Whether it is ``x @ weight.T``, not ``x @ weight`` (transformers' Conv1D)."""
+        out, into = self.weights[int(self.trace.ops.module[op])].shape
+        return self.output_bytes(op) * into == self.input_bytes(op) * out
+
+    def first_in(self, own: np.ndarray) -> dict[int, int]:
+        """Module -> its first product among ``own``."""
+        first: dict[int, int] = {}
+        for op in own[np.isin(own, self.products)].tolist():
+            first.setdefault(int(self.trace.ops.module[op]), op)
+        return first
+
+    def saved(self, backward: Backward, start: int) -> np.ndarray:
+        """The products whose inputs are saved: those run again in backward, or else in forward."""
+        ops, trace = self.forward, self.trace
+        ticks, again = trace.ops.tick[ops], trace.ops.recompute[ops]
+        inside = (ticks >= backward.start) & (ticks < backward.end) & again
+        called = [c.module for r in regions_of(trace, backward) for c in r.calls]
+        before = (ticks >= start) & (ticks < backward.start) & ~again
+        return ops[inside | (before & ~np.isin(trace.ops.module[ops], called))]

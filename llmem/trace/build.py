@@ -14,6 +14,7 @@ from llmem.trace.batch import batch_maker
 from llmem.trace.mixed_precision import mixed_precision
 from llmem.trace.optimizers import OptimizerPlan, plan_optimizer
 from llmem.trace.step import TrainingStep
+from llmem.trace.tensor_parallel import by_mesh, clip_by_mesh, shard
 
 
 @dataclass
@@ -43,16 +44,19 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
         _checkpoint(model, spec, notes)
     plan = plan_optimizer(spec.optim, cuda=cuda)
     notes.append(f"optimizer: {plan.name}, {plan.implementation} ({plan.why})")
+    if spec.tp > 1:
+        shard(model, spec, notes)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise LlmemError("no parameter of this model is trained; check --method and its targets")
     mixed = mixed_precision(spec, model, device, cuda=cuda, notes=notes)
     step = TrainingStep(
         model=model,
-        optimizer=plan.build(trainable),
+        optimizer=plan.build({"params": group} for group in by_mesh(trainable)),
         make_batch=batch_maker(model, spec, device),
         max_grad_norm=spec.max_grad_norm,
         clip_foreach=True,  # torch's own choice on CUDA and on CPU tensors
+        clip=clip_by_mesh if spec.tp > 1 else torch.nn.utils.clip_grad_norm_,
         accumulation=spec.gradient_accumulation_steps,
         forward_context=mixed.forward_context,
         outputs_of=mixed.outputs_of,

@@ -208,6 +208,9 @@ class _GraphMode(TorchDispatchMode):
     def finish(self, outputs: Any) -> fx.GraphModule:
         self._graph.output(tree_map(self._node_of, _plain(outputs)))
         graph, attributes = self._graph, self._attributes
+        for node in reversed(graph.nodes):  # what autograd takes aside for backward
+            if node.target is aten.detach.default and not node.users:
+                graph.erase_node(node)
         self._held, self._nodes = [], {}
         return fx.GraphModule(dict(attributes), graph)
 

@@ -96,18 +96,19 @@ class InPlace:
             self._made.add(id_of(out))
 
     def _accumulate(self, args: tuple[Any, ...], node: Any) -> torch.Tensor | None:
+        if any(map(gt, counts(args), self._sole)):
+            return None
         old, new = args[0], args[1]
         if (
             not isinstance(new, torch.Tensor)
             or old.shape != new.shape
             or old.dtype != new.dtype
             or node.name() in _ADDING_NODES
+            or not dense(old)
         ):
             return None
         if isinstance(node, BackwardCFunction) and id_of(old) in self._made:
             return None  # the backward written in Python adds two tensors of its own
-        if any(map(gt, counts(args), self._sole)) or not dense(old):
-            return None
         aten.add_.Tensor(old, new)
         return old  # type: ignore[no-any-return]
 

@@ -50,6 +50,8 @@ ScratchFn = Callable[[str, Any, Any, str], list[Scratch]]
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default
+_WAITS = ("wait_tensor", "_wrap_tensor_autograd")
+"""Ops of ``_c10d_functional`` that return the tensor they were given."""
 
 
 _READ, _WRITE = int(Touch.READ), int(Touch.WRITE)
@@ -83,7 +85,7 @@ class _Kind(NamedTuple):
 
 def _touches_nothing(func: Any) -> bool:
     """True for views (outputs alias an input, nothing is written) and for profiler marks."""
-    if func.namespace == "profiler":
+    if func.namespace == "profiler" or func.overloadpacket.__name__ in _WAITS:
         return True
     if func is _LIFT:  # a view of what torch.tensor(data) has made unseen: its birth
         return False
@@ -118,6 +120,7 @@ class Recorder(TorchDispatchMode):
         self._scratch = scratch
         self._persistent: set[Any] = set()
         self._in_place = InPlace()
+        self._in_subclass = False
         self._kinds: dict[Any, _Kind] = {}
         self._whole: dict[Any, Any] = {}
         self._names: dict[str, int] = {}
@@ -152,7 +155,7 @@ class Recorder(TorchDispatchMode):
 
     def add_existing(self, tensor: torch.Tensor, category: Category, module: str = "") -> int:
         """Give a tensor that already exists a row; returns the row (an old one if it is known)."""
-        storage = tensor.untyped_storage()
+        storage = local_of(tensor).untyped_storage()
         known = self._live.get(storage._cdata)
         if known is not None:
             return known.row
@@ -175,7 +178,7 @@ class Recorder(TorchDispatchMode):
                     Parameter(
                         key=len(self._parameters),
                         name=names[id(parameter)],
-                        shape=tuple(parameter.shape),
+                        shape=tuple(local_of(parameter).shape),
                         dtype=str(parameter.dtype).removeprefix("torch."),
                         itemsize=parameter.element_size(),
                         trainable=parameter.requires_grad,
@@ -198,6 +201,8 @@ class Recorder(TorchDispatchMode):
             if (key := self._whole[func]) is not None:
                 with self:
                     return func._op_dk(key, *args, **(kwargs or {}))
+        if types:
+            return self._take_apart(func, args, kwargs or {})
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._kind_of(func)
@@ -212,7 +217,7 @@ class Recorder(TorchDispatchMode):
         op = len(self._ops)
         recompute = node is not None and not formula
         self._ops.append((kind.name, module, self.phase, self.step, self._events * TICK, recompute))
-        asked = formula or self._in_place.in_composite
+        asked = (formula or self._in_place.in_composite) and not self._in_subclass
         out = self._in_place.act(func, args, node) if asked else None
         if out is None:
             if func is _SCALAR and args[0].is_meta:
@@ -229,6 +234,20 @@ class Recorder(TorchDispatchMode):
         if kind.scratch and self._scratch is not None:
             self._add_scratch(kind.scratch, args, out, op, module)
         return out
+
+    def _take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op on tensor subclasses (DTensor): let them run, and record what they do on plain ones.
+
+        In a real run, too, autograd stays out of place on subclasses.
+        """
+        if self._in_subclass:
+            return NotImplemented
+        self._in_subclass = True
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            self._in_subclass = False
 
     def _kind_of(self, func: Any) -> _Kind:
         name = func.overloadpacket.__name__
@@ -486,8 +505,9 @@ class Recorder(TorchDispatchMode):
         for tensor, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    elements += value.numel()
-                    nbytes += value.numel() * value.element_size()
+                    numel = local_of(value).numel()
+                    elements += numel
+                    nbytes += numel * value.element_size()
                     self.label(value, Category.OPTIMIZER_STATE, keys.get(id(tensor), -1))
         self._optimizer = {
             "name": type(optimizer).__name__,
@@ -547,7 +567,7 @@ class Recorder(TorchDispatchMode):
 
     def label(self, tensor: torch.Tensor, category: Category, key: int = -1) -> None:
         """Change what a living tensor's storage is for."""
-        ref = self._live.get(tensor.untyped_storage()._cdata)
+        ref = self._live.get(local_of(tensor).untyped_storage()._cdata)
         if ref is not None:
             self._rows[ref.row][_CATEGORY] = category
             self._rows[ref.row][_KEY] = key
@@ -578,6 +598,13 @@ class Recorder(TorchDispatchMode):
             optimizer=self._optimizer,
             tracing_seconds=time.perf_counter() - self._clock,
         )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that has a tensor's memory on this rank (a DTensor's local one)."""
+    for name in ("_local_tensor", "elem"):  # of DTensor and of AsyncCollectiveTensor
+        tensor = getattr(tensor, name, tensor)
+    return tensor
 
 
 def _columns(rows: Sequence[Sequence[int]], kinds: Iterable[Any]) -> list[NDArray[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from llmem.trace.kernels import kernels_of, scratch_of
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.recorder import Recorder
 from llmem.trace.standins.select import stand_ins_for
+from llmem.trace.tensor_parallel import rank_of, sharded_dimensions
 
 DEFAULT_GPU = "a100-80gb"
 """Whose kernels are assumed when no GPU is named."""
@@ -38,15 +39,26 @@ STEPS = 2
 
 
 def trace_spec(
-    spec: RunSpec, *, device: str = "meta", steps: int | None = None, compute_dtype: str | None = None
+    spec: RunSpec,
+    *,
+    device: str = "meta",
+    steps: int | None = None,
+    compute_dtype: str | None = None,
+    tp_rank: int = 0,
 ) -> Trace:
     """Run ``steps`` training steps (default: ``spec.steps``) of ``spec`` and record them.
 
     ``device`` is ``meta`` (nothing is allocated) or ``cpu`` (the step really runs, for checks).
-    Ranks play no part here: this is the unsharded model on one device. ``compute_dtype`` is the
-    dtype that a sharding engine gives parameters while it computes (then there is no autocast);
-    the dtypes it keeps them in are the trace's ``masters``.
+    This is the model on one device, whole or, under tensor parallelism, ``tp_rank``'s part of it.
+    ``compute_dtype`` is the dtype that a sharding engine gives parameters while it computes (then
+    there is no autocast); the dtypes it keeps them in are the trace's ``masters``.
     """
+    alone = nullcontext() if spec.tp == 1 or device != "meta" else rank_of(spec.tp, tp_rank)
+    with alone:
+        return _trace_spec(spec, device, steps or spec.steps, compute_dtype)
+
+
+def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | None) -> Trace:
     if compute_dtype is not None:
         spec = spec.model_copy(update={"bf16": False, "fp16": False})
     target = get_device(spec.gpu or DEFAULT_GPU)
@@ -70,10 +82,12 @@ def trace_spec(
             stack.enter_context(multi_tensor_ops_on_meta())
             stack.enter_context(autocast_for("cuda" if target.is_cuda else "cpu"))
         stack.enter_context(recorder.watch_composites(device))
-        _run(prepared, recorder, stack, steps or spec.steps)
+        _run(prepared, recorder, stack, steps)
     trace = recorder.finish()
     trace.masters = {p.key: masters[p.name] for p in trace.parameters}
     trace.wrapped = blocks_of(prepared.model)
+    cut = sharded_dimensions(prepared.model)
+    trace.sharded = {p.key: cut[p.name] for p in trace.parameters if p.name in cut}
     return trace
 
 

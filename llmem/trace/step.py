@@ -47,7 +47,7 @@ class TrainingStep:
     """One optimizer step of fine-tuning, callable any number of times.
 
     ``make_batch`` returns the keyword arguments of the model, already on its device;
-    ``clip_foreach`` is passed to ``clip_grad_norm_``, whose own choice depends on the device.
+    ``clip_foreach`` is passed to ``clip``, whose own choice depends on the device.
     ``zero_grad`` says when old gradients go; with ``hold_outputs`` the batch, the model's outputs
     and the loss of a step are locals of the loop, alive until the next step rebinds each of them.
     """
@@ -57,6 +57,7 @@ class TrainingStep:
     make_batch: Callable[[], dict[str, Any]]
     max_grad_norm: float = 1.0
     clip_foreach: bool | None = None
+    clip: Callable[..., Any] = torch.nn.utils.clip_grad_norm_
     accumulation: int = 1
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     outputs_of: Callable[[Any], Any] = lambda outputs: outputs
@@ -81,9 +82,7 @@ class TrainingStep:
                 if self.scaler is not None:
                     self.scaler.unscale_(self.optimizer)
                 parameters = [p for p in self.model.parameters() if p.requires_grad]
-                torch.nn.utils.clip_grad_norm_(
-                    parameters, self.max_grad_norm, foreach=self.clip_foreach
-                )
+                self.clip(parameters, self.max_grad_norm, foreach=self.clip_foreach)
         with watch.in_phase(Phase.OPTIMIZER):
             self._update()
             watch.after_optimizer(self.optimizer)

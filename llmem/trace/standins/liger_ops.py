@@ -152,7 +152,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        return logits.view_as(logits), None
+        return logits, None
 
 
 def fused_linear_cross_entropy(

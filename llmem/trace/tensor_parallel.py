@@ -1,0 +1,247 @@
+"""Tensor parallelism of transformers: shard a model by its ``tp_plan``, and trace one rank of it.
+
+The plan is carried out by transformers itself (``distributed/tensor_parallel.py``): parameters
+become DTensors and linear layers redistribute their inputs and outputs. On meta the same code runs
+in a process group that communicates with nobody, so collectives are ops like any other, and
+allocate what the real ones allocate: a functional all-reduce a copy of its input, an all-gather an
+output of all shards, and DTensor's ``cat`` or padding around it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from llmem.errors import LlmemError
+from llmem.spec import RunSpec
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def shard(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
+    """Give every parameter of ``model`` its part of ``spec.tp`` ranks, in the current process group.
+
+    The group has ``spec.tp`` ranks, or a multiple: then neighbours share a replica. Raises
+    LlmemError if transformers has no plan for the model, or one that cannot be carried out.
+    """
+    from torch.distributed.tensor import DTensor
+
+    plan = _plan(model, spec)
+    _apply(model, _mesh(spec.tp), plan)
+    for parameter in model.parameters():  # memory of its own, as a loaded shard has
+        if isinstance(parameter, DTensor):
+            local = parameter._local_tensor
+            parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
+    retie: Any = getattr(model, "tie_weights", None)
+    if retie is not None:
+        retie()
+    styles = sorted(set(plan.values()))
+    notes.append(
+        f"tensor parallelism: transformers' tp_plan of {type(model).__name__} on {spec.tp} ranks "
+        f"({', '.join(styles)}), every rank of them on the same batch"
+    )
+
+
+def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
+    """The plan with its layer numbers filled in: name of a module or parameter -> style."""
+    name = type(model).__name__
+    if spec.method != "full":
+        raise LlmemError(f"--tp with --method {spec.method} is not supported yet; use --method full")
+    if not getattr(model, "tp_plan", None):
+        raise LlmemError(f"transformers has no tp_plan for {name}; leave --tp out")
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, what, None)
+        if isinstance(heads, int) and heads % spec.tp:
+            raise LlmemError(
+                f"--tp {spec.tp} cannot split {name}'s {heads} {what}: transformers gives every rank "
+                "whole heads of its own; use a divisor of both numbers of heads"
+            )
+    try:
+        from transformers.distributed import DistributedConfig
+
+        resolve: Any = model._resolve_parallel_plans
+        return dict(resolve(DistributedConfig(tp_size=spec.tp))[0])
+    except (ImportError, AttributeError) as error:
+        raise LlmemError(
+            f"--tp needs transformers 5.24 or later, which shards by DTensor ({error})"
+        ) from None
+    except ValueError as error:
+        raise LlmemError(f"transformers refuses --tp {spec.tp}: {str(error).splitlines()[0]}") from None
+
+
+def _apply(model: torch.nn.Module, mesh: Any, plan: dict[str, str]) -> None:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    try:
+        apply_tensor_parallelism(model, mesh, plan)
+    except (ValueError, RuntimeError) as error:
+        raise LlmemError(
+            f"transformers cannot shard {type(model).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _mesh(degree: int) -> Any:
+    """The mesh of this rank's tensor-parallel group; replicas come first, as accelerate has them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = (dist.get_world_size() // degree, degree)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, sizes, mesh_dim_names=("replica", "tp"))["tp"]
+
+
+def sharded_dimensions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Parameter name -> (dimension, its whole size), for parameters of which ranks hold chunks."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for placement in getattr(parameter, "placements", ()):
+            if placement.is_shard():
+                dimension = placement.dim % parameter.dim()
+                found[name] = dimension, parameter.shape[dimension]
+    return found
+
+
+# -- the step --------------------------------------------------------------------------------------
+
+
+def by_mesh(tensors: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters grouped by device mesh, plain ones apart, as Trainer makes optimizer groups.
+
+    transformers/trainer.py, ``create_optimizer``: one kernel call cannot span meshes.
+    """
+    groups: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    for tensor in tensors:
+        groups[getattr(tensor, "device_mesh", None)].append(tensor)
+    return list(groups.values())
+
+
+def clip_by_mesh(
+    parameters: list[torch.nn.Parameter], max_norm: float, foreach: bool | None = None
+) -> None:
+    """Gradient clipping across meshes: ``Trainer._mixed_mesh_grad_norm`` of transformers.
+
+    One norm per mesh, reduced over it, then the norm of those. DTensors are no tensors that torch's
+    own choice of ``foreach`` knows, so they are taken one by one.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    groups = by_mesh([p for p in parameters if p.grad is not None])
+    choice = [None if isinstance(group[0], DTensor) else foreach for group in groups]
+    norms = []
+    for group, multi in zip(groups, choice, strict=True):
+        norm: Any = get_total_norm([p.grad for p in group if p.grad is not None], foreach=multi)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for group, multi in zip(groups, choice, strict=True):
+        clip_grads_with_norm_(group, max_norm, total, foreach=multi)
+
+
+# -- one rank on meta ------------------------------------------------------------------------------
+
+
+@contextmanager
+def rank_of(degree: int, rank: int) -> Iterator[None]:
+    """This process is ``rank`` of ``degree``, in a group whose collectives move nothing.
+
+    Raises LlmemError if the process is already part of a group.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_available():
+        raise LlmemError("this torch has no torch.distributed, which --tp needs; install another")
+    if dist.is_initialized():
+        raise LlmemError(
+            "a rank of --tp cannot be traced inside a process group; trace in a process of its own"
+        )
+    with ExitStack() as stack:
+        # init_process_group puts the rank's number before every uncaught error.
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)
+        dist.init_process_group("fake", rank=rank, world_size=degree, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        _forget_shapes()
+        stack.callback(_forget_shapes)
+        _collectives_on_meta(stack)
+        _propagation_unseen(stack)
+        yield
+
+
+def _forget_shapes() -> None:
+    """DTensor keeps what it has worked out about ops, local shapes of this rank included."""
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        clear = getattr(debug, name, None)
+        if clear is not None:
+            clear()
+    native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if native is not None:
+        native()
+
+
+def _collectives_on_meta(stack: ExitStack) -> None:
+    """Waiting for a collective returns its tensor; torch's meta kernels would make another one."""
+    from torch.distributed import _functional_collectives as functional
+
+    kernels: dict[str, Callable[[Any], Any]] = {
+        "wait_tensor": lambda tensor: tensor,
+        "_wrap_tensor_autograd": functional.AsyncCollectiveTensor,
+    }
+    library = Library("_c10d_functional", "IMPL")  # noqa: TOR901 - destroyed below
+    stack.callback(library._destroy)
+    namespace = torch.ops._c10d_functional
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels that are replaced on purpose
+        for name, kernel in kernels.items():
+            if hasattr(namespace, name):
+                library.m.impl(name, "Meta", kernel)  # type: ignore[union-attr]
+
+
+def _propagation_unseen(stack: ExitStack) -> None:
+    """What DTensor and transformers compute on fake or meta tensors is not memory of the rank.
+
+    Sharding propagation runs each new op once on fake tensors; transformers makes a meta tensor to
+    read its strides.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
+
+    original: Any = ShardingPropagator.propagate_op_sharding_non_cached
+
+    def propagate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return original(self, *args, **kwargs)
+
+    _replace(stack, ShardingPropagator, "propagate_op_sharding_non_cached", propagate)
+    _replace(
+        stack, TensorParallelLayer, "_from_local_last_dim_shard", staticmethod(_last_dim_shard)
+    )
+
+
+def _last_dim_shard(local: torch.Tensor, mesh: Any, size: int) -> Any:
+    """``TensorParallelLayer._from_local_last_dim_shard`` with the strides worked out."""
+    from torch._prims_common import make_contiguous_strides_for
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size((*local.shape[:-1], size))
+    stride = make_contiguous_strides_for(shape)
+    return DTensor.from_local(
+        local, mesh, [Shard(-1)], run_check=False, shape=shape, stride=tuple(stride)
+    )
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    stack.callback(setattr, owner, name, before)
