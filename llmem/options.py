@@ -64,6 +64,11 @@ _WHERE = [
     click.option("--pp", type=int, metavar="N", help="Pipeline-parallel degree."),
     click.option("--gpu", metavar="NAME", help="See `llmem gpus`; 'cpu' assumes CPU kernels."),
     click.option("--reshard-after-forward", metavar="true|false|N", help="FSDP2's argument."),
+    click.option(
+        "--reduce-dtype",
+        type=click.Choice(["fp32", "bf16", "fp16"]),
+        help="In which FSDP2 reduces gradients under --bf16 or --fp16; default: fp32.",
+    ),
     click.option("--bucket-cap-mb", type=float, help="DDP's argument."),
     click.option("--gradient-as-bucket-view", is_flag=True, default=None, help="DDP's argument."),
     click.option("--deepspeed", metavar="FILE", help="ds_config JSON, for zero1, zero2, zero3."),
@@ -78,6 +83,7 @@ FIELDS = (
     "attn_implementation", "sdpa_backend", "liger", "loss", "padding", "as_transformers", "as_torch",
     "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "gpus", "strategy", "tp", "pp", "gpu", "reshard_after_forward",
+    "reduce_dtype",
     "bucket_cap_mb", "gradient_as_bucket_view", "deepspeed", "offload", "hybrid_shard",
     "alloc_conf",
 )  # fmt: skip

@@ -95,6 +95,9 @@ class RunSpec(BaseModel):
     bucket_cap_mb: float = Field(25.0, gt=0, description="DDP's bucket_cap_mb")
     gradient_as_bucket_view: bool = False
     reshard_after_forward: bool | int = True
+    reduce_dtype: DType = Field(
+        "fp32", description="FSDP2's MixedPrecisionPolicy(reduce_dtype=...), with bf16 or fp16"
+    )
     deepspeed: Any = Field(None, description="ds_config: a dict or the path of its JSON")
     offload: Literal["none", "optimizer", "all"] = "none"
     hybrid_shard: int = Field(0, ge=0, description="HSDP: GPUs that share one copy; 0: all")

@@ -125,11 +125,15 @@ def trace() -> Trace:
             [
                 {"nbytes": 24, "birth": TICK, "category": Category.PARAMETER, "key": 0},
                 {
-                    "nbytes": 40, "birth": 2 * TICK, "death": 3 * TICK, "birth_op": 0,
-                    "death_op": 1, "category": Category.ACTIVATION,
+                    "nbytes": 40,
+                    "birth": 2 * TICK,
+                    "death": 3 * TICK,
+                    "birth_op": 0,
+                    "death_op": 1,
+                    "category": Category.ACTIVATION,
                 },
             ]
-        ),  # fmt: skip
+        ),
         names=["mul", "add_"],
         modules=["", "layer"],
         touch_op=np.array([0, 0, 1, 1]),
@@ -137,8 +141,12 @@ def trace() -> Trace:
         touch_kind=np.array([Touch.READ, Touch.WRITE, Touch.READ, Touch.WRITE], np.int8),
         parameters=[Parameter(0, "layer.w", (2, 3), "float32", 4, True, 0)],
         step_ticks=[TICK + 1, 3 * TICK + 1],
-        phase_ticks=[(0, Phase.SETUP, 0), (TICK + 1, Phase.FORWARD, 0), (2 * TICK + 1, Phase.BACKWARD, 0)],
-    )  # fmt: skip
+        phase_ticks=[
+            (0, Phase.SETUP, 0),
+            (TICK + 1, Phase.FORWARD, 0),
+            (2 * TICK + 1, Phase.BACKWARD, 0),
+        ],
+    )
 
 
 def test_names_and_places() -> None:

@@ -29,6 +29,9 @@ from llmem.timeline import replay
 SMALLEST = 2048
 """Bytes; allocations below are not counted."""
 
+CAUSES = ("aten_outer", "autograd_node")
+"""Columns that say what made an allocation, where a log has them."""
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -78,7 +81,7 @@ def recorded(log: Path) -> Side:
     with opener(log, "rt") as file:
         rows = list(csv.DictReader(file))
     allocations = [
-        Allocation(int(row["size"]), " ".join(row.get(c) or "-" for c in ("aten_outer", "autograd_node")))
+        Allocation(int(row["size"]), " ".join(row.get(name) or "-" for name in CAUSES))
         for row in rows
         if row["action"] == "alloc" and int(row["size"]) >= SMALLEST
     ]

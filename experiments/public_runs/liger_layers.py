@@ -221,7 +221,8 @@ def rope(s: Setting) -> Case:
 
     def rotate_half(x: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
-        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat((-second, first), dim=-1)
 
     def apply() -> tuple[torch.Tensor, torch.Tensor]:
         c, n = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -282,10 +283,53 @@ def fused_moe(s: Setting) -> Case:
     return Case(forward, from_noise, (x, up, down, chosen, weights))
 
 
+class SparseMultiTokenAttention(nn.Module):
+    """Causal sparsemax over scores [B, C, L, L], then a K x K convolution."""
+
+    def __init__(self, s: Setting) -> None:
+        super().__init__()
+        inputs, outputs, k = (s.size(name) for name in ("C_in", "C_out", "K"))
+        self.weight = nn.Parameter(randn(outputs, inputs // s.size("groups"), k, k, dtype=s.dtype))
+        self.bias = nn.Parameter(randn(outputs, dtype=s.dtype))
+        self.groups, self.pad = s.size("groups"), k // 2
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        length = scores.shape[-1]
+        ones = torch.ones(length, length, dtype=torch.bool, device=META)
+        mask = torch.tril(ones).view(1, 1, length, length)
+        low, zero = (torch.empty((), device=META) for _ in range(2))
+        z = scores.to(torch.float32).masked_fill(~mask, low)
+        ordered, _ = torch.sort(z, dim=-1, descending=True)
+        sums = torch.cumsum(ordered, dim=-1)
+        steps = torch.arange(1, length + 1, device=META, dtype=z.dtype).view(1, 1, 1, length)
+        positive = ordered > -1e8
+        support = (1 + steps * ordered > sums) & positive
+        count = torch.sum(support, dim=-1, keepdim=True)
+        safe = torch.max(count, torch.ones_like(count))
+        chosen = torch.gather(sums, dim=-1, index=safe.long() - 1)
+        tau = (chosen - 1) / safe.to(z.dtype)
+        tau = torch.where(count == 0, torch.full_like(tau, float("inf")), tau)
+        probabilities = torch.clamp(z - tau, min=0)
+        out = nn.functional.conv2d(
+            probabilities, self.weight.to(z.dtype), self.bias.to(z.dtype), padding=self.pad,
+            groups=self.groups,
+        )  # fmt: skip
+        return out.masked_fill(~mask, zero).to(scores.dtype)
+
+
+def sparse_multi_token_attention(s: Setting) -> Case:
+    layers = [SparseMultiTokenAttention(s) for _ in range(2)]
+    x = randn(s.size("B"), s.size("C_in"), s.x, s.x, dtype=s.dtype)
+    fixed = torch.randn_like(x)
+    x.requires_grad_(True)
+    return Case(lambda: layers[0](x), from_fixed(fixed), (layers, x))
+
+
 LAYERS: dict[str, Callable[[Setting], Case]] = {
     "dyt": dyt, "embedding": embedding, "fused_moe": fused_moe, "geglu": gated_mlp,
     "group_norm": group_norm, "layer_norm": layer_norm, "llama4_rope": llama4_rope,
     "megatron_rms_norm": megatron_rms_norm, "poly_norm": poly_norm, "relu_squared": relu_squared,
-    "rms_norm": rms_norm, "rope": rope, "swiglu": gated_mlp, "tiled_geglu": gated_mlp,
+    "rms_norm": rms_norm, "rope": rope,
+    "sparse_multi_token_attention": sparse_multi_token_attention, "swiglu": gated_mlp, "tiled_geglu": gated_mlp,
     "tiled_swiglu": gated_mlp,
 }  # fmt: skip

@@ -47,7 +47,6 @@ REASONS = {
     "distill_jsd_loss": "5.0 GB and two fp32 logits more than the script as committed asks for",
     "dyt": "grows by 44 MiB less from 4,096 to 8,192 tokens than before; not explained",
     "rms_norm": "measured with tensors of smaller cases still alive (not proportional to H)",
-    "rope": "half a tensor more in backward than the script as committed asks for",
 }
 """What is known about the rows that are off."""
 

@@ -176,8 +176,10 @@ def main() -> None:
             gap = profiled.real - profiled.predicted
             quiet = profiled.real_without_scratch - profiled.predicted
             notes = [recorded.difference, profiled.scratch, profiled.unseen if quiet else ""]
-            for side, lacking in (("real", profiled.only_real), ("predicted", profiled.only_predicted)):
-                notes.append(f"only {side}: {_listed(lacking)}" if lacking else "")
+            if profiled.only_real:
+                notes.append(f"only real: {_listed(profiled.only_real)}")
+            if profiled.only_predicted:
+                notes.append(f"only predicted: {_listed(profiled.only_predicted)}")
             print(f"{model:12} {case:34} {recorded.predicted:10,} "
                   f"{recorded.real - recorded.predicted:+8,} {gap / profiled.predicted:+9.3%} "
                   f"{quiet:+11,}  {'; '.join(n for n in notes if n)}", flush=True)  # fmt: skip

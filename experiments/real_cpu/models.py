@@ -35,7 +35,9 @@ _GPT2 = {
 }
 
 
-def _config(model_type: str, architecture: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _config(
+    model_type: str, architecture: str, *parts: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": model_type, "architectures": [architecture]}
     for part in (*parts, more):
         config |= part

@@ -11,6 +11,9 @@ from llmem.parallel.units import units_of
 from llmem.spec import RunSpec
 
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
 def compute_dtype(spec: RunSpec) -> str | None:
     """``MixedPrecisionPolicy(param_dtype=...)``: what accelerate sets for bf16 and fp16."""
     return spec.autocast_dtype
@@ -33,7 +36,7 @@ def options_of(spec: RunSpec) -> Fsdp2Options:
         shard_size=shard,
         replicas=spec.gpus // shard,
         param_dtype=spec.autocast_dtype,
-        reduce_dtype="float32" if spec.autocast_dtype else None,
+        reduce_dtype=DTYPES[spec.reduce_dtype] if spec.autocast_dtype else None,
         reshard=reshard,
     )
 
@@ -47,7 +50,8 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     ]
     if options.param_dtype:
         notes.append(
-            f"fsdp2: MixedPrecisionPolicy(param_dtype={options.param_dtype}, reduce_dtype=float32); "
+            f"fsdp2: MixedPrecisionPolicy(param_dtype={options.param_dtype}, "
+            f"reduce_dtype={options.reduce_dtype}) (--reduce-dtype; accelerate sets bf16); "
             "trained parameters kept in fp32, as accelerate loads them"
         )
     tables = []

@@ -83,6 +83,7 @@ class _Linears:
         self._touches = (trace.touch_op[order], trace.touch_row[order], trace.touch_kind[order])
         forward = products[(ops.phase[products] == int(Phase.FORWARD)) | ops.recompute[products]]
         self.weights = weights
+        self._transposed = self._products_of_conv1d(forward)
         right = {int(ops.module[op]) for op in forward.tolist() if self._is_linear(op)}
         self.products = products[np.isin(ops.module[products], list(right))]
         self.forward = forward[np.isin(ops.module[forward], list(right))]
@@ -111,7 +112,19 @@ class _Linears:
     def _is_linear(self, op: int) -> bool:
         """Whether it is ``x @ weight.T``, not ``x @ weight`` (transformers' Conv1D)."""
         out, into = self.weights[int(self.trace.ops.module[op])].shape
+        if out == into:
+            return self.trace.op_name(op) not in self._transposed
         return self.output_bytes(op) * into == self.input_bytes(op) * out
+
+    def _products_of_conv1d(self, ops: np.ndarray) -> set[str]:
+        """Names of the ops that no weight but a square one leaves in doubt, and Conv1D uses."""
+        straight, transposed = set(), set()
+        for op in ops.tolist():
+            out, into = self.weights[int(self.trace.ops.module[op])].shape
+            if out != into:
+                name = self.trace.op_name(op)
+                (straight if self._is_linear(op) else transposed).add(name)
+        return transposed - straight
 
     def first_in(self, own: np.ndarray) -> dict[int, int]:
         """Module -> its first product among ``own``."""

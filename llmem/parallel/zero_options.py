@@ -133,6 +133,11 @@ def _with_notes(
     ):
         if device != "none":
             told.append(f"zero{stage}: {what} on {device}, staging buffers on the GPU")
+    if stage == 3 and not zero.memory_efficient_linear:
+        told.append(
+            "zero3: memory_efficient_linear false: weights that torch's linear keeps gathered until "
+            "backward are not counted"
+        )
     if len({p.dtype for p in trained}) > 1:
         told.append(f"zero{stage}: trained parameters of several dtypes, taken as one buffer")
     if config.optimizer is not None:

@@ -39,11 +39,11 @@ def autocast_on_meta(dtype: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def autocast_for(device: str) -> Iterator[None]:
-    """Autocast regions act on meta tensors as they do on tensors of ``device`` ("cuda" or "cpu")."""
+    """Autocast regions act on meta tensors as on those of ``device`` ("cuda" or "cpu")."""
     cache = _CastCache()
     name = _KEYS[device]
     key = getattr(torch._C.DispatchKey, name)
-    library = Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
+    library = Library("aten", "IMPL")  # destroyed below
     with ExitStack() as stack:
         stack.callback(library._destroy)
         with warnings.catch_warnings():
@@ -73,7 +73,7 @@ class _CastCache:
         self._casts.clear()
 
     def cast(self, value: Any, dtype: torch.dtype, lower: torch.dtype) -> Any:
-        """``value`` (a tensor, a list of tensors, anything) with its eligible tensors in ``dtype``."""
+        """``value`` (a tensor, a list of them, anything): its eligible tensors in ``dtype``."""
         if isinstance(value, (list, tuple)):
             return [self.cast(item, dtype, lower) for item in value]
         if not _eligible(value) or value.dtype == dtype:
@@ -234,7 +234,9 @@ def _maybe_autocast(
     import torch
 
     if torch.is_autocast_enabled(device_type) or enabled:
-        return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        return torch.autocast(
+            device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
     return nullcontext()
 
 

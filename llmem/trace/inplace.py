@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import cache
 from operator import gt
 from sys import getrefcount
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -112,7 +112,6 @@ class InPlace:
         aten.add_.Tensor(old, new)
         return old  # type: ignore[no-any-return]
 
-
     @contextmanager
     def composites(self, device: str) -> Iterator[None]:
         """Know when ``_ADDING_COMPOSITE`` runs on tensors of ``device``."""
@@ -126,7 +125,7 @@ class InPlace:
             finally:
                 self.in_composite = before
 
-        library = Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
+        library = Library("aten", "IMPL")  # destroyed below
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about a kernel that is replaced on purpose
@@ -167,7 +166,7 @@ def sole_reference_counts() -> tuple[int, int, int]:
     """``counts`` of a gradient that only the engine's input buffer holds."""
 
     class Probe(TorchDispatchMode):
-        seen: list[tuple[int, int, int]] = []
+        seen: ClassVar[list[tuple[int, int, int]]] = []
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

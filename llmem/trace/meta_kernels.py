@@ -6,7 +6,6 @@ none computes anything. ``llmem.trace.kernels`` registers them for the time of a
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ def fused_rms_norm(
     weight: torch.Tensor | None,
     eps: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``_fused_rms_norm``: output and rstd in fp32 (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+    """``_fused_rms_norm`` (aten/src/ATen/native/cuda/layer_norm_kernel.cu): output, rstd in fp32."""
     out = torch.empty_like(input, memory_format=torch.contiguous_format)
     shape = _statistics_shape(input, len(normalized_shape))
     kind = torch.float64 if input.dtype == torch.float64 else torch.float32
@@ -150,6 +149,4 @@ def _rms_norm_formula(
 
 def _statistics_shape(input: torch.Tensor, normalized: int) -> list[int]:
     """One number per normalised group: [..., 1, 1] with as many ones as normalised dimensions."""
-    kept = input.shape[: input.dim() - normalized]
-    assert prod(kept) >= 0
-    return [*kept, *[1] * normalized]
+    return [*input.shape[: input.dim() - normalized], *[1] * normalized]

@@ -1,8 +1,9 @@
 """Mixed precision on one GPU and under DDP, as transformers' Trainer has it through accelerate.
 
-The model's forward runs under autocast and its 16-bit outputs are converted to fp32 afterwards
-(``convert_outputs_to_fp32`` in accelerate/utils/operations.py, set by ``Accelerator.prepare_model``);
-fp16 also scales the loss, unscales gradients before they are clipped, and checks them for infinity.
+The model's forward runs under autocast, and its 16-bit outputs are converted to fp32 afterwards
+(``Accelerator.prepare_model`` and ``convert_outputs_to_fp32`` in accelerate/utils/operations.py).
+fp16 also scales the loss, unscales gradients before they are clipped, and checks them for
+infinity.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def mixed_precision(
         return MixedPrecision()
     scaler = _scaler(model, device, cuda=cuda) if dtype == "float16" else None
     notes.append(
-        f"mixed precision: autocast to {dtype} with {'CUDA' if cuda else 'CPU'}'s op lists, casts of "
-        "fp32 weights kept until forward ends, outputs converted to fp32 (Trainer through accelerate)"
+        f"mixed precision: autocast to {dtype} with {'CUDA' if cuda else 'CPU'}'s op lists, casts "
+        "of fp32 weights cached until forward ends, outputs converted to fp32 (as accelerate does)"
     )
     if scaler is not None:
         notes.append("loss scaling: every step finds its gradients finite")
@@ -59,7 +60,7 @@ def mixed_precision(
 
 
 def to_fp32(data: Any) -> Any:
-    """``data`` (tensors, and lists, tuples and mappings of them) with its 16-bit tensors in fp32."""
+    """``data`` (tensors; lists, tuples and mappings of them) with 16-bit tensors in fp32."""
     if isinstance(data, torch.Tensor):
         return data.float() if data.dtype in _HALVES else data
     if isinstance(data, Mapping):
@@ -85,10 +86,12 @@ class ScalerOnMeta(torch.amp.GradScaler):
 
 def _scaler(model: torch.nn.Module, device: str, *, cuda: bool) -> torch.amp.GradScaler:
     if not cuda:
-        raise LlmemError("fp16 mixed precision needs a GPU, accelerate refuses it on cpu; use --bf16")
+        raise LlmemError(
+            "fp16 mixed precision needs a GPU, accelerate refuses it on cpu; use --bf16"
+        )
     if any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters()):
         raise LlmemError(
-            "--fp16 cannot train parameters that are fp16 themselves (GradScaler refuses to unscale "
-            "their gradients); add --param-dtype fp32, or use --bf16"
+            "--fp16 cannot train parameters that are fp16 themselves (GradScaler refuses to "
+            "unscale their gradients); add --param-dtype fp32, or use --bf16"
         )
     return ScalerOnMeta() if device == "meta" else torch.amp.GradScaler(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_the_longest_common_subsequence() -> None:
     pairs = common("abcbdab", "bdcaba")
     assert len(pairs) == 4
     assert all("abcbdab"[i] == "bdcaba"[j] for i, j in pairs)
-    assert all(a < c and b < d for (a, b), (c, d) in zip(pairs, pairs[1:], strict=False))
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
     assert common("", "a") == [] == common("a", "b")
 
 

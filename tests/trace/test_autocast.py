@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ class _Reached(Exception):
 class _Probe(Tensor):
     """Looks like a tensor of a device, so that torch's autocast kernels cast it; holds nothing."""
 
-    seen: list[tuple[Any, Any]] = []
+    seen: ClassVar[list[tuple[Any, Any]]] = []
 
     @classmethod
     def __torch_dispatch__(
@@ -56,7 +56,7 @@ def _probe(dtype: torch.dtype, device: Any) -> Tensor:
 
 
 def _argument(kind: str, dtypes: Iterator[torch.dtype], device: str) -> Any:
-    """Something of an argument's type; that it makes no sense to the op comes too late to matter."""
+    """Something of an argument's type; what the op thinks of it comes too late to matter."""
     if kind in ("Tensor", "Optional[Tensor]"):
         return _probe(next(dtypes), device)
     if "Tensor" in kind:
@@ -76,8 +76,11 @@ def _casts_of(name: str, device: str, dtypes: Sequence[torch.dtype]) -> list[tup
     base, _, overload = name.partition(".")
     func = getattr(getattr(torch.ops.aten, base), overload or "default")
     cycle, place = itertools.cycle(dtypes), f"{device}:0"
-    needed = [a for a in func._schema.arguments if not a.has_default_value() or "Tensor" in str(a.type)]
-    arguments = {a.name: _argument(str(a.type), cycle, place) for a in needed}
+    arguments = {
+        a.name: _argument(str(a.type), cycle, place)
+        for a in func._schema.arguments
+        if not a.has_default_value() or "Tensor" in str(a.type)
+    }
     _Probe.seen = []
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, BF16)
@@ -217,11 +220,14 @@ def test_regions_nest_and_the_device_may_be_called_meta_or_cuda() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    before = torch.autocast.__init__, torch.is_autocast_enabled, torch.clear_autocast_cache
+    def replaced() -> tuple[Any, ...]:
+        return torch.autocast.__init__, torch.is_autocast_enabled, torch.clear_autocast_cache
+
+    before = replaced()
     x = meta(4, 4)
     with autocast_for("cuda"), autocast_on_meta("bfloat16"):
         assert x.mm(x).dtype == BF16
-    assert before == (torch.autocast.__init__, torch.is_autocast_enabled, torch.clear_autocast_cache)
+    assert before == replaced()
     assert x.mm(x).dtype == FP32
     with pytest.raises(RuntimeError, match="meta"):
         autocast_on_meta("bfloat16")
@@ -419,7 +425,8 @@ def test_fp16_scales_the_loss_and_unscales_gradients() -> None:
 
 
 def test_what_a_real_run_refuses() -> None:
+    common: dict[str, Any] = {"model": "opt-125m", "fp16": True, "seq_length": 8}
     with pytest.raises(LlmemError, match="unscale"):
-        trace_spec(make_spec(model="opt-125m", fp16=True, param_dtype="fp16", seq_length=8))
+        trace_spec(make_spec(param_dtype="fp16", **common))
     with pytest.raises(LlmemError, match="GPU"):
-        trace_spec(make_spec(model="opt-125m", fp16=True, param_dtype="fp32", gpu="cpu", seq_length=8))
+        trace_spec(make_spec(param_dtype="fp32", gpu="cpu", **common))

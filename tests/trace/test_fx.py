@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from llmem import models
 from llmem.errors import LlmemError
 from llmem.trace.fx import forward_fx
 
-from .test_recorder import CLASSES, F32, ROWS, WIDTH, Net, net, plain, run  # noqa: F401
+from .net import CLASSES, F32, ROWS, WIDTH, Net, plain, run
 
 aten = torch.ops.aten
 
@@ -23,7 +24,7 @@ def of(graph: fx.GraphModule, kind: str) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if node.op == kind]
 
 
-def test_step_by_hand(net: Net) -> None:  # noqa: F811
+def test_step_by_hand(net: Net) -> None:
     graph = run(plain, net).to_fx()
     graph.graph.lint()
     body, head = of(graph, "placeholder")
@@ -51,7 +52,7 @@ def test_step_by_hand(net: Net) -> None:  # noqa: F811
     assert {update_body, update_head} <= set(survivors)
 
 
-def test_step_frees_all_that_it_makes_but_what_lives_on(net: Net) -> None:  # noqa: F811
+def test_step_frees_all_that_it_makes_but_what_lives_on(net: Net) -> None:
     trace = run(plain, net, steps=2)
     graph = trace.to_fx()
     ops = of(graph, "call_function")
@@ -63,7 +64,7 @@ def test_step_frees_all_that_it_makes_but_what_lives_on(net: Net) -> None:  # no
     assert len(freed) == len(set(freed)) == int((trace.lifetimes.death_op >= 0).sum())
 
 
-def test_forward_by_hand(net: Net) -> None:  # noqa: F811
+def test_forward_by_hand(net: Net) -> None:
     graph = forward_fx(net, {"x": torch.empty(ROWS, WIDTH, device="meta")})
     graph.graph.lint()
     (x,) = of(graph, "placeholder")
@@ -95,13 +96,14 @@ def test_forward_of_transformers_models(name: str) -> None:
     graph = forward_fx(model, {"input_ids": ids, "labels": ids})
     graph.graph.lint()
     assert all("val" in node.meta for node in graph.graph.nodes if node.op != "output")
-    used = {id(graph.get_parameter(n.target)) for n in of(graph, "get_attr") if "weight" in n.target}
+    weights = [node.target for node in of(graph, "get_attr") if "weight" in node.target]
+    used = {id(graph.get_parameter(name)) for name in weights}
     assert used >= {id(p) for n, p in model.named_parameters() if n.endswith("weight")}
     loss = of(graph, "output")[0].args[0]
     assert loss.meta["val"].shape == ()
     stacks = [list(node.meta["nn_module_stack"]) for node in of(graph, "call_function")]
     inner = max(stacks, key=len)
-    assert all(after.startswith(before) for before, after in zip(inner, inner[1:], strict=False))
+    assert all(after.startswith(before) for before, after in pairwise(inner))
 
 
 def test_several_outputs_are_taken_apart() -> None:

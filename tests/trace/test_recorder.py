@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -13,47 +10,7 @@ import llmem
 from llmem.lifetimes import NEVER, Category, Phase, Touch, Trace
 from llmem.timeline import replay
 
-F32 = 4
-ROWS, WIDTH, CLASSES = 3, 5, 7
-
-
-class Net(torch.nn.Module):
-    """x [3, 5] -> body (5 -> 5) -> relu -> lm_head (5 -> 7) -> sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        self.lm_head = torch.nn.Linear(WIDTH, CLASSES, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(torch.relu(self.body(x))).sum()
-
-
-def run(
-    make_step: Callable[[torch.nn.Module, torch.optim.Optimizer], Callable[[], None]],
-    model: torch.nn.Module,
-    steps: int = 1,
-    momentum: float = 0.0,
-) -> Trace:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, foreach=False)
-    step = make_step(model, optimizer)
-    return llmem.trace(step, model=model, optimizer=optimizer, steps=steps, gpu="cpu")
-
-
-def plain(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.empty(ROWS, WIDTH, device="meta")).backward()
-        optimizer.step()
-
-    return step
-
-
-@pytest.fixture
-def net() -> Net:
-    with torch.device("meta"):
-        return Net()
-
+from .net import CLASSES, F32, ROWS, WIDTH, Net, plain, run
 
 def rows(trace: Trace) -> list[tuple[str, str, int, str]]:
     """(op, module, bytes, category) of every storage that an op made, in order of birth."""
@@ -115,7 +72,8 @@ def peak_op(trace: Trace) -> str:
 
 def test_phases_and_steps(net: Net) -> None:
     trace = run(plain, net, steps=2, momentum=0.9)
-    seen = [(int(s), Phase(int(p)).name) for s, p in zip(trace.ops.step, trace.ops.phase, strict=True)]
+    columns = (trace.ops.step.tolist(), trace.ops.phase.tolist())
+    seen = [(step, Phase(phase).name) for step, phase in zip(*columns, strict=True)]
     assert list(dict.fromkeys(seen)) == [
         (0, "FORWARD"), (0, "BACKWARD"), (0, "OPTIMIZER"),
         (1, "FORWARD"), (1, "BACKWARD"), (1, "OPTIMIZER"),
