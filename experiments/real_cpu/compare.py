@@ -23,7 +23,6 @@ from llmem.spec import RunSpec
 from llmem.timeline import Timeline, replay
 from llmem.trace.run import trace_spec
 
-
 SCALAR = 8
 """Bytes of the largest scalar."""
 

@@ -63,7 +63,7 @@ def wrap(prepared: Prepared, spec: RunSpec, device: str) -> DeepSpeedStep:
     if device == "cpu":
         os.environ.setdefault("LOCAL_SIZE", str(spec.gpus))
         # oneDNN's bf16 matmul packs its operands into scratch that no GPU kernel has.
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     engine, *_ = deepspeed.initialize(
         model=prepared.model, optimizer=prepared.step.optimizer, config=config_of(spec)
     )

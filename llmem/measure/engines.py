@@ -18,6 +18,7 @@ from llmem.lifetimes import Phase
 from llmem.measure.cpu_memory import HOST
 from llmem.measure.marks import Mark
 from llmem.spec import RunSpec
+from llmem.trace import tensor_parallel
 from llmem.trace.build import Prepared, blocks_of, prepare
 from llmem.trace.step import Watcher
 
@@ -48,8 +49,12 @@ def build(spec: RunSpec, device: str) -> Wrapped:
         raise LlmemError(
             f"--strategy {spec.strategy} cannot be measured yet; use one of {', '.join(_ENGINES)}"
         )
-    if spec.tp > 1 or spec.pp > 1:
-        raise LlmemError("--tp and --pp cannot be measured yet; use --gpus with a --strategy")
+    if spec.pp > 1:
+        raise LlmemError("--pp cannot be measured yet; use --gpus with a --strategy")
+    if spec.tp > 1 and spec.strategy not in ("none", "fsdp2"):
+        raise LlmemError(
+            f"--tp with --strategy {spec.strategy} cannot be measured; use --strategy fsdp2 or none"
+        )
     prepared = _prepare(spec, device)
     prepared.step.clip_foreach = None  # torch's own choice for the tensors that it meets
     blocks = [(name, prepared.model.get_submodule(name)) for name in blocks_of(prepared.model)]
@@ -123,23 +128,17 @@ def _ddp(prepared: Prepared, spec: RunSpec, device: str) -> Any:
 
 def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     """``fully_shard`` on each block, then on the root, as accelerate's ``fsdp2_prepare_model``."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model: Any = prepared.model
     if spec.autocast_dtype:
         _upcast_trained(model)
-    shard = spec.hybrid_shard or spec.gpus
-    sizes = (spec.gpus,) if shard == spec.gpus else (spec.gpus // shard, shard)
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
     policy = MixedPrecisionPolicy()
     if spec.autocast_dtype:
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, spec.autocast_dtype), reduce_dtype=torch.float32
         )
-    with torch.profiler.record_function(HOST + "device mesh"):
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": _data_mesh(model, spec, device), "mp_policy": policy}
     for name in blocks_of(model):
         fully_shard(
             model.get_submodule(name),
@@ -158,6 +157,21 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     step.optimizer = prepared.optimizer_plan.build(p for p in model.parameters() if p.requires_grad)
     step.forward_context = MicroBatches(spec, step.forward_context, synchronise)
     return step
+
+
+def _data_mesh(model: torch.nn.Module, spec: RunSpec, device: str) -> Any:
+    """The mesh of the ranks that share a copy of ``model``, or of a tensor-parallel part of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shard = spec.hybrid_shard or spec.gpus // spec.tp
+    if spec.tp > 1:
+        if shard != spec.gpus // spec.tp:
+            raise LlmemError("--hybrid-shard with --tp cannot be measured yet; leave one of them out")
+        return tensor_parallel.mesh_of(model)["replica"]
+    sizes = (spec.gpus,) if shard == spec.gpus else (spec.gpus // shard, shard)
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    with torch.profiler.record_function(HOST + "device mesh"):
+        return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 def _deepspeed(prepared: Prepared, spec: RunSpec, device: str) -> Any:

@@ -67,8 +67,8 @@ def _stage12(trace: Trace, spec: RunSpec, options: ZeroOptions) -> list[RankTabl
         notes = list(options.notes)
         if len(members) > 1:
             notes.append(
-                f"zero{options.stage}: ranks {members[1]} to {members[-1]} hold gradients of no more "
-                f"parameters than rank {members[0]}, and are shown as alike"
+                f"zero{options.stage}: ranks {members[1]} to {members[-1]} hold no more "
+                f"gradients than rank {members[0]}, and are shown as alike"
             )
         tables.append(RankTable(members[0], lifetimes, named, optimizer, notes, members))
     return tables

@@ -172,7 +172,8 @@ class Zero12Pass:
     def _open_buffers(self, tick: int) -> None:
         if self._bucket.buffers or not self.options.zero.contiguous_gradients:
             return
-        op = self.editor.op("setup_buckets", "", Phase.BACKWARD, self._now.step, self.editor.at(tick))
+        at = self.editor.at(tick)
+        op = self.editor.op("setup_buckets", "", Phase.BACKWARD, self._now.step, at)
         for _ in range(2 if self.options.overlap else 1):
             nbytes = self.options.reduce_bucket * self._itemsize
             self._bucket.buffers.append(self.editor.add(nbytes, self.editor.at(tick), op=op))
@@ -327,7 +328,7 @@ class Zero12Pass:
         return [message for message in messages if message]
 
     def _slices(self, tick: int) -> list[tuple[int, int, bool]]:
-        """(elements, rank, added to this rank's fp32 partition) of the bucket, neighbours merged."""
+        """(elements, rank, added to this rank's fp32 partition), neighbours merged."""
         found: list[tuple[int, int, bool]] = []
         for parameter in self._bucket.parameters:
             for rank, count in self.group.ranks_of(parameter):
@@ -342,7 +343,7 @@ class Zero12Pass:
     # -- the end of backward ---------------------------------------------------------------------
 
     def _epilogue(self, tick: int) -> None:
-        """``independent_gradient_partition_epilogue``, before it ``reduce_gradients`` of stage 1."""
+        """``reduce_gradients`` (stage 1) and ``independent_gradient_partition_epilogue``."""
         now = self._now
         if self.options.stage == 1 and not now.last:
             return

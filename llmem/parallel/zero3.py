@@ -19,6 +19,7 @@ runtime/comm/coalesced_collectives.py:
 
 from __future__ import annotations
 
+import itertools
 from math import ceil
 
 import numpy as np
@@ -33,16 +34,14 @@ from llmem.parallel.zero3_linear import (
     compute_last_layers_again,
     keep_inputs_of_frozen_linears,
 )
-from llmem.parallel.zero_layout import in_model_order, owners_of
+from llmem.parallel.zero3_owned import gathered_by_key, owned_by_module
+from llmem.parallel.zero_layout import in_model_order
 from llmem.parallel.zero_options import ZeroOptions
 from llmem.parallel.zero_ready import Backward, backwards_of
 from llmem.parallel.zero_step import GroupStep
 
 FP32 = 4
 GATHER_STREAM, REDUCE_STREAM = 1, 2
-LORA_A = ".lora_A."
-"""peft's LoRA layers read ``lora_A.weight.dtype`` in forward, which makes it an external parameter
-of the layer as well (``ZeROOrderedDict.__getitem__``)."""
 
 
 def shard(numel: int, ranks: int) -> int:
@@ -63,11 +62,11 @@ class Zero3Pass:
         self.options = options
         self.parameters = in_model_order(trace)
         self.trained = [p for p in self.parameters if p.trainable]
-        self.gathered = _gathered(self.parameters, options)
+        self.gathered = gathered_by_key(self.parameters, options)
         zero = options.zero
         limits = Limits(options.prefetch_bucket, zero.max_live_parameters, zero.max_reuse_distance)
         self.coordinator = Coordinator(
-            _owned(trace, self.parameters, self.gathered), limits, self
+            owned_by_module(trace, self.parameters, self.gathered), limits, self
         )
         self._by_key = {p.key: p for p in self.parameters}
         self._rows = gradient_rows(trace)
@@ -97,7 +96,7 @@ class Zero3Pass:
         return self.editor
 
     def sub_groups(self) -> list[list[Parameter]]:
-        """``_create_fp16_sub_groups``: trained parameters, sub_group_size partition elements each."""
+        """``_create_fp16_sub_groups``: sub_group_size partition elements each."""
         limit, groups, numel = self.options.zero.sub_group_size, [], 0
         for parameter in self.trained:
             if not groups or numel >= limit:
@@ -278,7 +277,7 @@ class Zero3Pass:
         ticks = self.trace.phase_ticks
         self._tick = next(
             after
-            for (_, phase, number), (after, _, _) in zip(ticks, ticks[1:], strict=False)
+            for (_, phase, number), (after, _, _) in itertools.pairwise(ticks)
             if phase is Phase.OPTIMIZER and number == step
         )
         for parameter in self.parameters:
@@ -357,7 +356,7 @@ class Zero3Pass:
         return alive
 
     def _all_reduced(self, tick: int, op: int) -> list[int]:
-        """``__avg_scatter_contiguous_grads``: in the bucket's buffer, or a copy of another dtype."""
+        """``__avg_scatter_contiguous_grads``: a scaled copy of the bucket."""
         options, bucket = self.options, self._bucket
         whole, alive = sum(p.numel for p in bucket), []
         alive.append(self._temporary(whole * options.communication_itemsize, tick, op))
@@ -377,28 +376,3 @@ class Zero3Pass:
             if self.options.accumulation_itemsize != FP32:
                 self.editor.free(self._temporary(numel * FP32, tick, op), tick)
         self.editor.free(on_gpu, tick)
-
-
-def _gathered(parameters: list[Parameter], options: ZeroOptions) -> dict[int, Gathered]:
-    """By key, with those that persist (``mark_persistent_parameters``)."""
-    found, total = {}, 0
-    for ds_id, p in enumerate(parameters):
-        fits = p.numel + total <= options.zero.model_persistence_threshold
-        persistent = fits and p.numel <= options.persistence
-        total += p.numel if persistent else 0
-        found[p.key] = Gathered(ds_id, p.key, p.numel, persistent, p.trainable)
-    return found
-
-
-def _owned(
-    trace: Trace, parameters: list[Parameter], gathered: dict[int, Gathered]
-) -> dict[str, list[Gathered]]:
-    """The parameters that each module fetches: its own, and those it was seen to touch."""
-    owned: dict[str, list[Gathered]] = {}
-    for parameter in parameters:
-        modules = owners_of(trace, parameter)
-        if LORA_A in parameter.name:
-            modules.append(parameter.name.split(LORA_A)[0])
-        for module in modules:
-            owned.setdefault(module, []).append(gathered[parameter.key])
-    return owned

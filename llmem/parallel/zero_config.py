@@ -123,13 +123,14 @@ class DsConfig(_Section):
 
 
 HARMLESS = frozenset(
-    """scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients
-    gradient_predivide_factor aio tensorboard wandb csv_monitor comet comms_logger flops_profiler
-    autotuning elasticity checkpoint disable_allgather seed torch_autocast
-    sparse_gradients dataloader_drop_last train_iters communication_options bfloat16
-    """.split()
-)
+    {
+        "scheduler", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown",
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients",
+        "gradient_predivide_factor", "aio", "tensorboard", "wandb", "csv_monitor", "comet",
+        "comms_logger", "flops_profiler", "autotuning", "elasticity", "checkpoint", "seed",
+        "disable_allgather", "sparse_gradients", "dataloader_drop_last", "bfloat16",
+    }
+)  # fmt: skip
 """Top-level keys that change no tensor of a step (or, as ``bfloat16``, are read elsewhere)."""
 
 
@@ -169,7 +170,7 @@ def _load(given: Any) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise LlmemError(f"the ds_config {given} cannot be read: {error}") from None
     if not isinstance(raw, dict):
-        raise LlmemError(f"the ds_config {given} holds no JSON object; give the file DeepSpeed gets")
+        raise LlmemError(f"the ds_config {given} holds no JSON object; give DeepSpeed's file")
     return raw
 
 
@@ -185,8 +186,9 @@ def _unknown(raw: Mapping[str, Any], model: type[BaseModel], path: str) -> list[
             if path or key not in HARMLESS:
                 near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
                 found.append(path + key + (f" (is {near[0]} meant?)" if near else ""))
-        elif isinstance(value, Mapping) and (section := _section_of(field.annotation)):
-            if section not in (Precision, DataTypes):
+        elif isinstance(value, Mapping):
+            section = _section_of(field.annotation)
+            if section not in (None, Precision, DataTypes):
                 found += _unknown(value, section, f"{path}{key}.")
     return found
 
@@ -266,10 +268,10 @@ def _check_zero(zero: ZeroSection, stage: int, config: DsConfig, spec: RunSpec) 
         )
     if zero.reduce_bucket_size < 1:
         raise LlmemError("reduce_bucket_size must be at least 1 element")
-    if zero.zero_hpz_partition_size > 1 and spec.gpus % zero.zero_hpz_partition_size:
-        raise LlmemError(
-            f"zero_hpz_partition_size {zero.zero_hpz_partition_size} does not divide {spec.gpus} GPUs"
-        )
+    if zero.zero_hpz_partition_size > 1:
+        raise LlmemError("zero_hpz_partition_size (ZeRO++) is not supported yet; leave it out")
+    if zero.use_all_reduce_for_fetch_params:
+        raise LlmemError("stage3_use_all_reduce_for_fetch_params is not supported yet")
     for name in (
         "zero_quantized_weights",
         "zero_quantized_nontrainable_weights",

@@ -87,8 +87,8 @@ def options_of(trace: Trace, spec: RunSpec) -> ZeroOptions:
     accumulation = DTYPES.get(config.data_types.grad_accum_dtype or "", model_dtype)
     if stage == 1 and model_dtype == "bfloat16" and accumulation == "float32":
         raise LlmemError(
-            "ZeRO-1 with bf16 and data_types.grad_accum_dtype fp32 runs DeepSpeed's BF16_Optimizer, "
-            "which is not supported yet; use zero2 or leave grad_accum_dtype out"
+            "ZeRO-1 with bf16 and data_types.grad_accum_dtype fp32 runs DeepSpeed's "
+            "BF16_Optimizer, which is not supported yet; use zero2 or leave grad_accum_dtype out"
         )
     trained = [p for p in trace.parameters if p.trainable]
     optimizer, param = _offloads(zero, spec)
@@ -135,8 +135,8 @@ def _with_notes(
             told.append(f"zero{stage}: {what} on {device}, staging buffers on the GPU")
     if stage == 3 and not zero.memory_efficient_linear:
         told.append(
-            "zero3: memory_efficient_linear false: weights that torch's linear keeps gathered until "
-            "backward are not counted"
+            "zero3: memory_efficient_linear false: weights that torch's linear keeps gathered "
+            "until backward are not counted"
         )
     if len({p.dtype for p in trained}) > 1:
         told.append(f"zero{stage}: trained parameters of several dtypes, taken as one buffer")

@@ -9,6 +9,7 @@ partition (``DeepSpeedZeroOptimizer.step`` of runtime/zero/stage_1_and_2.py and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +79,15 @@ def trace_step(
     for tensor in low:
         recorder.add_existing(tensor, Category.PARAMETER)
     rows = [[recorder.add_existing(t, Category.GRADIENT) for t in row] for row in gradients]
-    with kernels_of(device, recorder.note, spec.sdpa_backend), multi_tensor_ops_on_meta():
-        with frees_by_reference_count(), recorder, torch.no_grad():
-            for step in range(steps):
-                recorder.start_step(step)
-                round_ = _Round(groups, masters, low, gradients[step], optimizer, recorder)
-                round_(options.zero.compute_grad_norm)
+    with ExitStack() as stack:
+        stack.enter_context(kernels_of(device, recorder.note, spec.sdpa_backend))
+        for context in (multi_tensor_ops_on_meta(), frees_by_reference_count(), recorder):
+            stack.enter_context(context)
+        stack.enter_context(torch.no_grad())
+        for step in range(steps):
+            recorder.start_step(step)
+            round_ = _Round(groups, masters, low, gradients[step], optimizer, recorder)
+            round_(options.zero.compute_grad_norm)
     trace = recorder.finish()
     trace.optimizer = {
         "name": type(optimizer).__name__,

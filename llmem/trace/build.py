@@ -188,5 +188,11 @@ def master_dtypes(model: torch.nn.Module, *, upcast: bool) -> dict[str, str]:
 def compute_in(model: torch.nn.Module, dtype: str) -> None:
     """Give every floating-point parameter the dtype that it has while the engine computes."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+        if not parameter.is_floating_point():
+            continue
+        converted = parameter.data.to(getattr(torch, dtype))
+        if type(converted) is torch.Tensor:
+            parameter.data = converted
+        else:  # setting the data of a DTensor leaves its local tensor as it was
+            new = torch.nn.Parameter(converted, requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, new)

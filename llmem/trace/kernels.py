@@ -48,7 +48,8 @@ def kernels_of(
         composite["dropout"] = _dropout
         composite["softmax.int"] = _softmax
         composite["log_softmax.int"] = _log_softmax
-        composite["rms_norm"] = meta_kernels.rms_norm_cuda
+        if version >= (2, 9):  # pytorch#153666
+            composite["rms_norm"] = meta_kernels.rms_norm_cuda
         plain["_fused_rms_norm"] = meta_kernels.fused_rms_norm
         plain["_fused_rms_norm_backward"] = meta_kernels.fused_rms_norm_backward
     else:
@@ -85,30 +86,29 @@ def scratch_of(
     """What kernels of ``device`` allocate besides their outputs, for the recorder."""
     version = torch_version(as_torch)
 
+    @cache
+    def known(name: str, args: Any, out: Any, thread: str, _types: Any) -> list[Scratch]:
+        environment = os.environ
+        return scratch(name, args, out, device, env=environment, torch_version=version, thread=thread)
+
     def of(name: str, args: Any, out: Any, thread: str) -> list[Scratch]:
         outputs = out if isinstance(out, (list, tuple)) else (out,)
-        return scratch(
-            name,
-            _described(args),
-            [describe(t) for t in outputs if isinstance(t, torch.Tensor)],
-            device,
-            env=os.environ,
-            torch_version=version,
-            thread=thread,
-        )
+        made = tuple(describe(t) for t in outputs if isinstance(t, torch.Tensor))
+        # The types tell True from 1, which are equal.
+        return known(name, _described(args), made, thread, tuple(map(type, args)))
 
     return of
 
 
-def _described(args: Any) -> list[Any]:
-    return [
+def _described(args: Any) -> tuple[Any, ...]:
+    return tuple(
         describe(arg)
         if isinstance(arg, torch.Tensor)
         else _described(arg)
         if isinstance(arg, (list, tuple))
         else arg
         for arg in args
-    ]
+    )
 
 
 class _Attention:

@@ -88,7 +88,7 @@ def fused_rms_norm(
     weight: torch.Tensor | None,
     eps: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``_fused_rms_norm`` (aten/src/ATen/native/cuda/layer_norm_kernel.cu): output, rstd in fp32."""
+    """``_fused_rms_norm`` (aten/src/ATen/native/cuda/layer_norm_kernel.cu): output, fp32 rstd."""
     out = torch.empty_like(input, memory_format=torch.contiguous_format)
     shape = _statistics_shape(input, len(normalized_shape))
     kind = torch.float64 if input.dtype == torch.float64 else torch.float32

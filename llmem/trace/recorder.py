@@ -151,6 +151,11 @@ class Recorder(TorchDispatchMode):
         self._optimizer: dict[str, Any] = {}
         self.assumptions: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper against torch.compile around the hook: it costs microseconds per op."""
+        return False
+
     # -- registering what exists before the step ---------------------------------------------
 
     def add_existing(self, tensor: torch.Tensor, category: Category, module: str = "") -> int:

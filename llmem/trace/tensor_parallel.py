@@ -96,7 +96,15 @@ def _mesh(degree: int) -> Any:
 
     sizes = (dist.get_world_size() // degree, degree)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(device, sizes, mesh_dim_names=("replica", "tp"))["tp"]
+    # Kept in host memory, which `llmem measure` tells by the range's name.
+    with torch.profiler.record_function("host:device mesh"):
+        return init_device_mesh(device, sizes, mesh_dim_names=("replica", "tp"))["tp"]
+
+
+def mesh_of(model: torch.nn.Module) -> Any:
+    """The mesh of all ranks, dimensions ``replica`` and ``tp``, that ``shard`` used."""
+    meshes = (getattr(p, "device_mesh", None) for p in model.parameters())
+    return next(mesh for mesh in meshes if mesh is not None)._get_root_mesh()
 
 
 def sharded_dimensions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:

@@ -12,6 +12,7 @@ from llmem.timeline import replay
 
 from .net import CLASSES, F32, ROWS, WIDTH, Net, plain, run
 
+
 def rows(trace: Trace) -> list[tuple[str, str, int, str]]:
     """(op, module, bytes, category) of every storage that an op made, in order of birth."""
     table = trace.lifetimes

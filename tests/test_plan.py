@@ -1,0 +1,84 @@
+"""Every batch size from two traces, and the strategies that fit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import llmem
+from llmem.cli import main
+from llmem.errors import LlmemError
+from llmem.scaling import scaled
+from llmem.spec import make_spec
+from llmem.trace.run import trace_spec
+from tests.test_cli import TINY
+
+
+def trace_at(batch: int):  # type: ignore[no-untyped-def]
+    return trace_spec(
+        make_spec(model=TINY, per_device_train_batch_size=batch, seq_length=32, gpu="cpu")
+    )
+
+
+def test_a_third_batch_size_lies_on_the_line() -> None:
+    lines = scaled(trace_at(2), trace_at(4), 2, 4)
+    assert lines is not None
+    real = trace_at(7)
+    assert np.array_equal(lines.at(7).lifetimes.nbytes, real.lifetimes.nbytes)
+
+
+def test_different_steps_have_no_line() -> None:
+    other = trace_spec(
+        make_spec(
+            model=TINY, per_device_train_batch_size=4, seq_length=32, gpu="cpu",
+            gradient_checkpointing=True,
+        )  # fmt: skip
+    )
+    assert scaled(trace_at(2), other, 2, 4) is None
+
+
+def test_the_batch_that_is_reported_is_the_largest_that_fits() -> None:
+    spec = make_spec(model="gpt2", seq_length=1024, gpu="t4", param_dtype="fp32")
+    option = llmem.plan(spec).options[0]
+    assert option.strategy == "none"
+    for batch, fits in ((option.batch, True), (option.batch + 1, False)):
+        chosen = spec.model_copy(update={"per_device_train_batch_size": batch})
+        found = llmem.estimate(chosen).fit
+        assert found is not None
+        assert found.fits is fits
+
+
+def test_the_pick_has_the_largest_batch() -> None:
+    spec = make_spec(model="gpt2", seq_length=512, gpus=4, strategy="ddp", gpu="t4")
+    result = llmem.plan(spec, strategies=["ddp", "fsdp2"])
+    by_name = {option.strategy: option.batch for option in result.options}
+    assert by_name["fsdp2"] >= by_name["ddp"] > 0
+    assert result.pick is not None
+    assert result.pick.batch == max(by_name.values())
+
+
+def test_plan_needs_a_gpu() -> None:
+    with pytest.raises(LlmemError, match="--gpu"):
+        llmem.plan(make_spec(model="gpt2"))
+
+
+def test_compare_has_every_baseline_or_its_reason() -> None:
+    from llmem.baselines.base import NAMES
+
+    done = CliRunner().invoke(
+        main,
+        ["compare", "opt-125m", "-b", "10", "-s", "512", "--gradient-checkpointing",
+         "--param-dtype", "fp16", "--measured", "3000000000", "--json", "-"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["measured"] == 3_000_000_000
+    assert set(document["estimates"]) == {"llmem", *NAMES}
+    for entry in document["estimates"].values():
+        assert (entry["bytes"] is None) == (entry["why_not"] is not None)
+    parts = document["estimates"]["llmem-code"]["parts"]
+    assert parts["chunk_elements"] == 44_101_632
+    assert parts["estimate_without_base"] == 3124 * 2**20
