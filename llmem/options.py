@@ -80,7 +80,8 @@ _WHERE = [
 FIELDS = (
     "per_device_train_batch_size", "seq_length", "gradient_accumulation_steps", "method",
     "param_dtype", "bf16", "fp16", "optim", "max_grad_norm", "gradient_checkpointing",
-    "attn_implementation", "sdpa_backend", "liger", "loss", "padding", "as_transformers", "as_torch",
+    "attn_implementation", "sdpa_backend", "liger", "loss", "padding", "as_transformers",
+    "as_torch",
     "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "gpus", "strategy", "tp", "pp", "gpu", "reshard_after_forward",
     "reduce_dtype",

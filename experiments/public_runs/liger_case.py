@@ -93,7 +93,7 @@ def cublas_workspaces() -> None:
 
 
 def measured_step(case: Callable[[], Case], mode: str) -> Callable[[], Any]:
-    """A step to trace: its first call sets the benchmark up, every later one is one measured run."""
+    """A step to trace: its first call sets the benchmark up, each later one is a measured run."""
     made: list[Case] = []
     outputs: list[Any] = []
 

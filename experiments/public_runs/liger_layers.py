@@ -137,7 +137,8 @@ class PolyNorm(nn.Module):
 
 
 def poly_norm(s: Setting) -> Case:
-    return _over(randn(s.x, s.size("hidden_size"), dtype=s.dtype, grad=True), PolyNorm(), fixed=None)
+    x = randn(s.x, s.size("hidden_size"), dtype=s.dtype, grad=True)
+    return _over(x, PolyNorm(), fixed=None)
 
 
 def relu_squared(s: Setting) -> Case:
@@ -330,6 +331,6 @@ LAYERS: dict[str, Callable[[Setting], Case]] = {
     "group_norm": group_norm, "layer_norm": layer_norm, "llama4_rope": llama4_rope,
     "megatron_rms_norm": megatron_rms_norm, "poly_norm": poly_norm, "relu_squared": relu_squared,
     "rms_norm": rms_norm, "rope": rope,
-    "sparse_multi_token_attention": sparse_multi_token_attention, "swiglu": gated_mlp, "tiled_geglu": gated_mlp,
-    "tiled_swiglu": gated_mlp,
+    "sparse_multi_token_attention": sparse_multi_token_attention, "swiglu": gated_mlp,
+    "tiled_geglu": gated_mlp, "tiled_swiglu": gated_mlp,
 }  # fmt: skip

@@ -40,13 +40,13 @@ RELEASES = (
 """(from this month on, the stable release of torch)"""
 
 HELD = ("embedding", "fused_linear_cpo_loss", "fused_linear_simpo_loss")
-"""Ops whose process held memory of earlier benchmarks (compiled functions). It is the same for every
-row of a configuration, so the first row tells how much; that row is not counted."""
+"""Ops whose process held memory of earlier benchmarks (compiled functions). It is the same for
+every row of a configuration, so the first row tells how much; that row is not counted."""
 
 REASONS = {
     "distill_jsd_loss": "5.0 GB and two fp32 logits more than the script as committed asks for",
     "dyt": "grows by 44 MiB less from 4,096 to 8,192 tokens than before; not explained",
-    "rms_norm": "measured with tensors of smaller cases still alive (not proportional to H)",
+    "rms_norm": "0.2.1 held a weight gradient per row, and more, not proportional to H",
 }
 """What is known about the rows that are off."""
 

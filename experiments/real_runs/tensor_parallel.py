@@ -22,7 +22,7 @@ from matrix import measure_matrix, table
 from llmem.spec import RunSpec, make_spec
 
 _WIDTHS = {
-    "vocab_size": 1021, "hidden_size": 88, "intermediate_size": 268, "num_hidden_layers": 3,
+    "vocab_size": 1021, "hidden_size": 112, "intermediate_size": 268, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
 from llmem.parallel.zero_config import STAGES, read_ds_config
 from llmem.spec import RunSpec
@@ -57,7 +58,10 @@ def wrap(prepared: Prepared, spec: RunSpec, device: str) -> DeepSpeedStep:
 
     Raises LlmemError where DeepSpeed is not installed or the configuration makes no sense.
     """
-    import deepspeed  # type: ignore[import-not-found, unused-ignore]
+    try:
+        import deepspeed  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise LlmemError("DeepSpeed is not installed; run: pip install deepspeed") from None
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device == "cpu":

@@ -57,7 +57,7 @@ def validate(
         predicted = _rank_of(estimate, measured["rank"])
         if on_cpu:
             rows += _cpu_rows(measured, predicted, spec.strategy)
-            rows += _boundary_rows(measured, predicted, estimate.trace) if boundaries else ()
+            rows += _boundary_rows(measured, predicted, estimate.trace, spec.strategy) if boundaries else ()
         else:
             rows += _cuda_rows(measured, predicted)
     return rows
@@ -128,9 +128,11 @@ def steady_phases(predicted: Any) -> dict[str, int]:
     return peaks
 
 
-def _boundary_rows(measured: dict[str, Any], predicted: Any, unsharded: Any) -> Iterator[Row]:
+def _boundary_rows(
+    measured: dict[str, Any], predicted: Any, unsharded: Any, strategy: str
+) -> Iterator[Row]:
     """Boundaries of the first and the last step; the estimate's last step is the steady one."""
-    there = predicted_boundaries(predicted, unsharded)
+    there = predicted_boundaries(predicted, unsharded, before_gathers=strategy == "zero3")
     last = max((step for step, *_ in measured["boundaries"]), default=0)
     last_predicted = max((step for step, *_ in there), default=0)
     for step, phase, unit, edge, live in measured["boundaries"]:
@@ -145,6 +147,8 @@ def predicted_boundaries(predicted: Any, unsharded: Any) -> dict[tuple[int, str,
 
     The ticks of the blocks are those of the ``unsharded`` trace; the engine's events sit between
     two recorded ones: all of them are done when a block starts, none when it stops.
+    ``before_gathers``: backward of a block is entered before the engine fetches its parameters
+    (DeepSpeed's hooks sit on the submodules, after the block's own mark).
     """
     from llmem.lifetimes import TICK
     from llmem.parallel.units import units_of
@@ -164,6 +168,7 @@ def predicted_boundaries(predicted: Any, unsharded: Any) -> dict[tuple[int, str,
             found[step, "forward", unit.name, "enter"] = live((window.start // TICK + 1) * TICK - 1)
             found[step, "forward", unit.name, "exit"] = live(window.end // TICK * TICK)
         for step, windows in unit.backward.items():
-            start = windows[-1].start
-            found[step, "backward", unit.name, "enter"] = live((start // TICK + 1) * TICK - 1)
+            slot = windows[-1].start // TICK
+            tick = slot * TICK if before_gathers else (slot + 1) * TICK - 1
+            found[step, "backward", unit.name, "enter"] = live(tick)
     return found

@@ -176,7 +176,11 @@ class Zero12Pass:
         op = self.editor.op("setup_buckets", "", Phase.BACKWARD, self._now.step, at)
         for _ in range(2 if self.options.overlap else 1):
             nbytes = self.options.reduce_bucket * self._itemsize
-            self._bucket.buffers.append(self.editor.add(nbytes, self.editor.at(tick), op=op))
+            if self._apart:  # grad_accum, views of the buffers, outlives the epilogue
+                self._keep(nbytes, tick, Category.COMMUNICATION)
+                self._bucket.buffers.append(-1)
+            else:
+                self._bucket.buffers.append(self.editor.add(nbytes, self.editor.at(tick), op=op))
 
     def _take(self, parameter: Parameter, tick: int) -> None:
         """Note where a finished gradient lies."""
@@ -236,8 +240,8 @@ class Zero12Pass:
                 self._open_holder(tick)
                 self._release(parameter, tick)
             elif self._now.micro == 0 or self.options.stage == 1:
-                end = self._own.pop(parameter.key)
-                self.until_step.append((self._now.step, end))
+                self._own.pop(parameter.key)
+                self._keep_row(self._rows[self._now.step, parameter.key])
         self._bucket.clear()
 
     def _offload(self, parameter: Parameter, tick: int) -> None:
@@ -267,14 +271,18 @@ class Zero12Pass:
             self._has_partition = True
             self._keep(self.group.partition * FP32, tick)
 
-    def _keep(self, nbytes: int, tick: int) -> None:
+    def _keep(self, nbytes: int, tick: int, category: Category = Category.GRADIENT) -> None:
         """Allocate what the optimizer's step will free."""
         editor, birth = self.editor, self.editor.at(tick)
 
         def end(death: int) -> None:
-            editor.add(nbytes, birth, category=Category.GRADIENT, death=death)
+            editor.add(nbytes, birth, category=category, death=death)
 
         self.until_step.append((self._now.step, end))
+
+    def _keep_row(self, row: int) -> None:
+        """A gradient of the trace that the optimizer's step will free."""
+        self.until_step.append((self._now.step, lambda death: self.editor.end(row, death)))
 
     def _average(self, tick: int) -> None:
         """``average_tensor``: the temporaries of one reduction."""
@@ -355,9 +363,7 @@ class Zero12Pass:
         self._reduce(tick)
         if now.last:
             self._close(tick)
-        if self._apart:  # grad_accum, views of the buffer, outlives the epilogue
-            self._keep_buffers()
-        else:
+        if not self._apart:
             self.editor.free(self._bucket.buffers, tick)
         self._bucket.buffers = []
         if self._fresh is not None:
@@ -380,8 +386,3 @@ class Zero12Pass:
         else:
             for gap in self.group.gaps(self.rank):
                 self._keep(gap * self.options.accumulation_itemsize, tick)
-
-    def _keep_buffers(self) -> None:
-        step = self._now.step
-        for buffer in self._bucket.buffers:
-            self.until_step.append((step, lambda death, b=buffer: self.editor.free(b, death)))  # type: ignore[misc]

@@ -48,8 +48,10 @@ def kernels_of(
         composite["dropout"] = _dropout
         composite["softmax.int"] = _softmax
         composite["log_softmax.int"] = _log_softmax
-        if version >= (2, 9):  # pytorch#153666
-            composite["rms_norm"] = meta_kernels.rms_norm_cuda
+        fused = version >= (2, 9)
+        composite["rms_norm"] = (
+            meta_kernels.rms_norm_cuda if fused else meta_kernels.rms_norm_formula
+        )
         plain["_fused_rms_norm"] = meta_kernels.fused_rms_norm
         plain["_fused_rms_norm_backward"] = meta_kernels.fused_rms_norm_backward
     else:

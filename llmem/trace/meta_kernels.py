@@ -78,7 +78,7 @@ def rms_norm_cuda(
     Where input and weight differ in dtype it falls apart into its formula, as on a CPU.
     """
     if weight is not None and weight.dtype != input.dtype:
-        return _rms_norm_formula(input, normalized_shape, weight, eps)
+        return rms_norm_formula(input, normalized_shape, weight, eps)
     return _FusedRmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -137,14 +137,21 @@ class _FusedRmsNorm(torch.autograd.Function):
         return d_input, None, d_weight, None
 
 
-def _rms_norm_formula(
-    input: torch.Tensor, shape: list[int], weight: torch.Tensor, eps: float | None
+def rms_norm_formula(
+    input: torch.Tensor,
+    shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
 ) -> torch.Tensor:
-    """``rms_norm_composite``: halves are computed in fp32 and rounded at the end."""
+    """``rms_norm_composite``: halves are computed in fp32 and rounded at the end.
+
+    What CUDA did too before torch 2.9 (pytorch#153666).
+    """
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     dims = list(range(input.dim() - len(shape), input.dim()))
     rstd = torch.rsqrt(x.pow(2).mean(dims, keepdim=True).add_(eps or 1e-6))
-    return x.mul(rstd).mul(weight).to(input.dtype)
+    normed = x.mul(rstd)
+    return (normed if weight is None else normed.mul(weight)).to(input.dtype)
 
 
 def _statistics_shape(input: torch.Tensor, normalized: int) -> list[int]:

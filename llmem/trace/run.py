@@ -151,7 +151,8 @@ def trace(
 
     With a callable step, everything it does on tensors of ``device`` is recorded, ``steps``
     times over; give ``model`` to have parameters and modules named, ``optimizer`` to have its
-    state recognised, ``as_torch`` to assume the kernels of another version. Otherwise ``fields`` are those of RunSpec.
+    state recognised, ``as_torch`` to assume the kernels of another version. Otherwise ``fields``
+    are those of RunSpec.
 
     >>> import torch, llmem
     >>> layer = torch.nn.Linear(4, 4, device="meta")

@@ -31,22 +31,28 @@ def shard(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
     The group has ``spec.tp`` ranks, or a multiple: then neighbours share a replica. Raises
     LlmemError if transformers has no plan for the model, or one that cannot be carried out.
     """
-    from torch.distributed.tensor import DTensor
-
     plan = _plan(model, spec)
-    _apply(model, _mesh(spec.tp), plan)
-    for parameter in model.parameters():  # memory of its own, as a loaded shard has
-        if isinstance(parameter, DTensor):
-            local = parameter._local_tensor
-            parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
-    retie: Any = getattr(model, "tie_weights", None)
-    if retie is not None:
-        retie()
+    _untie(model)
+    apply_plan(model, plan, spec.tp)
+    tie: Any = model.tie_weights
+    tie()
     styles = sorted(set(plan.values()))
     notes.append(
         f"tensor parallelism: transformers' tp_plan of {type(model).__name__} on {spec.tp} ranks "
         f"({', '.join(styles)}), every rank of them on the same batch"
     )
+
+
+def _untie(model: torch.nn.Module) -> None:
+    """Give tied names a parameter each: transformers shards before it ties, by name."""
+    seen: set[torch.Tensor] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter in seen:
+                copy = torch.empty_like(parameter)
+                module._parameters[name] = torch.nn.Parameter(copy, parameter.requires_grad)
+            elif parameter is not None:
+                seen.add(parameter)
 
 
 def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
@@ -78,15 +84,24 @@ def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
         raise LlmemError(f"transformers refuses --tp {spec.tp}: {str(error).splitlines()[0]}") from None
 
 
-def _apply(model: torch.nn.Module, mesh: Any, plan: dict[str, str]) -> None:
+def apply_plan(model: torch.nn.Module, plan: dict[str, str], degree: int) -> None:
+    """Shard the parameters that ``plan`` names and hook its modules (transformers' styles).
+
+    The name of a parameter shards it, the name of its module hooks that; both are needed.
+    """
+    from torch.distributed.tensor import DTensor
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     try:
-        apply_tensor_parallelism(model, mesh, plan)
+        apply_tensor_parallelism(model, _mesh(degree), plan)
     except (ValueError, RuntimeError) as error:
         raise LlmemError(
             f"transformers cannot shard {type(model).__name__}: {str(error).splitlines()[0]}"
         ) from error
+    for parameter in model.parameters():  # memory of its own, as a loaded shard has
+        if isinstance(parameter, DTensor):
+            local = parameter._local_tensor
+            parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
 
 
 def _mesh(degree: int) -> Any:

@@ -47,7 +47,11 @@ def gradients_alive(trace: Trace, phase: Phase) -> int:
 
 @pytest.mark.parametrize(
     ("zero_grad", "in_forward", "in_backward"),
-    [("before_forward", False, False), ("before_backward", True, False), ("after_step", False, False)],
+    [
+        ("before_forward", False, False),
+        ("before_backward", True, False),
+        ("after_step", False, False),
+    ],
 )
 def test_when_gradients_go(zero_grad: str, in_forward: bool, in_backward: bool) -> None:
     trace = traced(zero_grad=zero_grad)

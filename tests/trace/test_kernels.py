@@ -123,13 +123,14 @@ def test_dropout_is_one_kernel_with_a_bool_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "name"), [(F.silu, "silu"), (F.gelu, "gelu"), (lambda x: F.gelu(x, approximate="tanh"), "gelu")]
+    ("act", "name"),
+    [(F.silu, "silu"), (F.gelu, "gelu"), (lambda x: F.gelu(x, approximate="tanh"), "gelu")],
 )
 def test_activations_keep_their_input_alone(act: Any, name: str) -> None:
     x = tensor(4, 8)
     seen = ops_of(lambda: act(x))
-    made = {op for op in seen.outputs if op not in ("sum", "ones_like", "expand", "detach")}
-    assert made == {name, f"{name}_backward"}
+    around = {"sum", "ones_like", "expand", "detach", "new_empty_strided", "copy_"}
+    assert set(seen.outputs) - around == {name, f"{name}_backward"}
 
 
 @pytest.mark.parametrize(
@@ -145,9 +146,11 @@ def test_grouped_heads_go_to_kernels_that_know_them(
 ) -> None:
     """Flash and cuDNN take fewer key heads; the efficient kernel does not (torch < 2.14)."""
     q, k, v = tensor(2, 4, 16, 64, dtype=dtype), *(tensor(2, 2, 16, 64, dtype=dtype) for _ in "kv")
-    seen = ops_of(
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), gpu, "2.13"
-    )
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    seen = ops_of(attend, gpu, "2.13")
     assert op in seen.outputs
     assert (k.grad.shape if k.grad is not None else None) == (2, 2, 16, 64)
 

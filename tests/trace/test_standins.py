@@ -12,7 +12,6 @@ import torch
 import llmem
 from llmem.errors import LlmemError
 from llmem.lifetimes import Category, Trace
-from llmem.timeline import replay
 from llmem.trace import standins
 from llmem.trace.standins import flash_attn, liger_ops
 
@@ -82,7 +81,7 @@ def test_packed_rows_need_no_copies() -> None:
             Causal(), q, k, v, None, cu_seq_lens_q=starts, max_length_q=100
         )
     )
-    assert born(trace) == [256 * 4 * 64 * 2, 4 * 256 * 4, 16, 8]
+    assert born(trace) == [256 * 4 * 64 * 2, 4 * 256 * 4, 16, 8, 0]
 
 
 @pytest.mark.parametrize("padding", [False, True])
@@ -94,7 +93,7 @@ def test_a_model_with_flash_attention_2_traces(padding: bool) -> None:
     ops = set(result.trace.names)
     assert "_flash_attention_backward" in ops
     assert ("index_put" in ops) is padding
-    assert "bmm" not in ops - {"bmm"} and "_scaled_dot_product_flash_attention" not in ops
+    assert not any(op.startswith("_scaled_dot_product") for op in ops)
 
 
 def test_rms_norm_writes_its_gradient_over_the_incoming_one() -> None:
@@ -104,9 +103,10 @@ def test_rms_norm_writes_its_gradient_over_the_incoming_one() -> None:
     def step() -> None:
         liger_ops.rms_norm(x, weight, sm_count=SMS).backward(gradient)
 
-    assert born(traced(step)) == [
-        64 * 256 * 2, 64 * 4, SMS * 256 * 4, 256 * 4, 256 * 2
-    ]  # fmt: skip - output, rstd, partial sums, their sum, in the weight's dtype
+    output, rstd, partial, summed, cast, kept = born(traced(step))
+    assert (output, rstd, partial) == (64 * 256 * 2, 64 * 4, SMS * 256 * 4)
+    assert (summed, cast) == (256 * 4, 256 * 2)
+    assert kept == 64 * 256 * 2  # x.grad: a copy, as the test still holds what was written over
 
 
 def test_swiglu_keeps_gate_and_up_and_reuses_them() -> None:
@@ -120,7 +120,9 @@ def test_rope_turns_token_major_heads_in_place() -> None:
     cos = sin = tensor(1, 32, 64, grad=False)
     assert born(traced(lambda: liger_ops.rope(q, k, cos, sin))) == []
     q, k = (tensor(1, heads, 32, 64, grad=False) for heads in (4, 2))
-    assert born(traced(lambda: liger_ops.rope(q, k, cos, sin))) == [32 * 4 * 64 * 2, 32 * 2 * 64 * 2]
+    assert born(traced(lambda: liger_ops.rope(q, k, cos, sin))) == [
+        32 * 4 * 64 * 2, 32 * 2 * 64 * 2
+    ]  # fmt: skip
 
 
 def test_cross_entropy_never_holds_a_second_copy_of_the_logits() -> None:
@@ -134,17 +136,17 @@ def test_cross_entropy_never_holds_a_second_copy_of_the_logits() -> None:
 
 
 def test_fused_linear_cross_entropy_goes_chunk_by_chunk() -> None:
-    """V / H = 5, so at least a fifth of 64 tokens at a time, to a power of two: 16."""
-    hidden, weight = tensor(64, 32), tensor(160, 32)
-    target = tensor(64, dtype=torch.int64, grad=False)
+    """V / H = 5, so at least a fifth of 48 tokens at a time, to a power of two: 16."""
+    hidden, weight = tensor(48, 32), tensor(160, 32)
+    target = tensor(48, dtype=torch.int64, grad=False)
 
     def step() -> None:
         liger_ops.fused_linear_cross_entropy(hidden, weight, target).backward()
 
     sizes = born(traced(step))
-    assert liger_ops.chunk_rows(64, 32, 160) == 16
-    assert sizes.count(16 * 160 * 2) == 4
-    assert 64 * 160 * 2 not in sizes
+    assert liger_ops.chunk_rows(48, 32, 160) == 16
+    assert sizes.count(16 * 160 * 2) == 3
+    assert 48 * 160 * 2 not in sizes
 
 
 def peak(**fields: Any) -> int:
@@ -214,4 +216,4 @@ def test_bad_targets_are_refused(package: Any) -> None:
 
 def test_packages_that_are_not_there_are_left_alone(package: Any) -> None:
     standins.register("nobody_has_this:f", abs)
-    assert int(replay(traced(lambda: torch.empty(4, device="meta")).lifetimes).requested.max()) == 16
+    assert born(traced(lambda: torch.empty(4, device="meta"))) == [16]

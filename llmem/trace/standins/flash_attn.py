@@ -3,9 +3,9 @@
 Three paths (transformers/modeling_flash_attention_utils.py, ``_flash_attention_forward``): a batch
 whose mask holds padding is unpadded by indexing, goes through ``flash_attn_varlen_func`` and is
 padded again; a packed row goes through the same function without copies; else
-``flash_attn_func``. The kernel's outputs, saved tensors and accumulators (csrc/flash_attn/
-flash_api.cpp: ``mha_fwd``, ``mha_varlen_fwd``, ``mha_bwd``, ``mha_varlen_bwd``; flash_attn_interface.py
-``FlashAttnFunc``, ``FlashAttnVarlenFunc``) are those of torch's own copy of it, the aten ops
+``flash_attn_func``. The kernel's outputs, saved tensors and accumulators (Dao-AILab/flash-attention,
+csrc/flash_attn/flash_api.cpp: ``mha_fwd``, ``mha_varlen_fwd``, ``mha_bwd``, ``mha_varlen_bwd``;
+flash_attn_interface.py) are those of torch's own copy of it, the aten ops
 ``_flash_attention_forward`` and ``_flash_attention_backward``, which have kernels on meta; their
 scratch is in ``llmem.gpu.scratch_attention``.
 """
@@ -69,9 +69,11 @@ def attention(
     if attention_mask is not None and query.shape[1] == key.shape[1]:
         out = _unpadded(query, key, value, attention_mask, dropout, causal, scaling)
     elif cu_seq_lens_q is not None:
-        flat = (t.reshape(-1, *t.shape[2:]) for t in (query, key, value))
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (query, key, value))
         longest = int(max_length_q or query.shape[1])
-        packed = _kernel(*flat, dropout, causal, scaling, starts=cu_seq_lens_q, longest=longest)
+        packed = _kernel(
+            q, k, v, dropout, causal, scaling, starts=cu_seq_lens_q, longest=longest
+        )
         out = packed.view(query.shape[0], -1, *packed.shape[1:])
     else:
         out = _kernel(query, key, value, dropout, causal, scaling)

@@ -2,7 +2,8 @@
 
 From linkedin/Liger-Kernel 0.8.0, src/liger_kernel/ops/: rms_norm.py (``rms_norm_forward``,
 ``rms_norm_backward``), rope.py, swiglu.py and geglu.py, cross_entropy.py,
-fused_linear_cross_entropy.py, layer_norm.py. B batch, S tokens, T = B·S, H hidden size, V vocabulary.
+fused_linear_cross_entropy.py, layer_norm.py. B batch, S tokens, T = B·S, H hidden size, V
+vocabulary, F width of a gated MLP.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class _FusedLinear(torch.autograd.Function):
         loss = torch.zeros(x.shape[0], dtype=FP32, device=x.device)
         kept = target != -100
         kept.sum()
-        rows = chunk_rows(*x.shape, weight.shape[0])
+        rows = chunk_rows(x.shape[0], x.shape[1], weight.shape[0])
         for start in range(0, x.shape[0], rows):
             part = x[start : start + rows]
             logits = part @ weight.t()
