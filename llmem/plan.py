@@ -61,12 +61,12 @@ def plan(
     if spec.gpu is None:
         raise LlmemError("plan needs to know the card: add --gpu NAME (see `llmem gpus`)")
     candidates = strategies or default_strategies(spec)
-    sources: dict[str | None, _Source] = {}
+    sources: dict[tuple[str | None, bool], _Source] = {}
     options = []
     for strategy in candidates:
         trial = spec.model_copy(update={"strategy": strategy})
         dtype = compute_dtype(trial)
-        source = sources.setdefault(dtype, _Source(trial, dtype))
+        source = sources.setdefault((dtype, trial.autocast_inside_engine), _Source(trial, dtype))
         options.append(_option(trial, source, max_batch))
     fitting = [option for option in options if option.batch]
     pick = max(fitting, key=lambda o: (o.batch, -ORDER.index(o.strategy)), default=None)

@@ -16,6 +16,7 @@ Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "g
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 DType = Literal["fp32", "bf16", "fp16"]
 Loss = Literal["full", "chunked", "liger"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
 
 OPTIMIZERS = (
@@ -88,6 +89,11 @@ class RunSpec(BaseModel):
     strategy: Strategy = "none"
     tp: int = Field(1, ge=1)
     pp: int = Field(1, ge=1)
+    pp_schedule: Schedule = Field("1f1b", description="of torch.distributed.pipelining")
+    micro_batches: int | None = Field(
+        None, ge=1, description="of per_device_train_batch_size; None: as many as pp"
+    )
+    virtual_stages: int = Field(2, ge=2, description="stages per rank, if interleaved")
     gpu: str | None = Field(None, description="GPU name; 'cpu' assumes CPU kernels")
     alloc_conf: str = ""
 
@@ -95,6 +101,10 @@ class RunSpec(BaseModel):
     bucket_cap_mb: float = Field(25.0, gt=0, description="DDP's bucket_cap_mb")
     gradient_as_bucket_view: bool = False
     reshard_after_forward: bool | int = True
+    use_orig_params: bool = Field(False, description="FSDP1's argument (accelerate's default)")
+    backward_prefetch: Literal["pre", "post", "none"] = Field(
+        "pre", description="FSDP1's BackwardPrefetch"
+    )
     reduce_dtype: DType = Field(
         "fp32", description="FSDP2's MixedPrecisionPolicy(reduce_dtype=...), with bf16 or fp16"
     )
@@ -125,9 +135,22 @@ class RunSpec(BaseModel):
         return self.per_device_train_batch_size * self.seq_length
 
     @property
+    def pipeline_micro_batches(self) -> int:
+        """Micro-batches of an optimizer step under ``pp``."""
+        return self.micro_batches or self.pp
+
+    @property
     def autocast_dtype(self) -> str | None:
         """``bfloat16`` or ``float16`` under mixed precision, else None."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else None
+
+    @property
+    def autocast_inside_engine(self) -> bool:
+        """Whether the forward runs under autocast although the engine casts parameters itself.
+
+        accelerate wraps the forward under FSDP1 as it does on one GPU (``prepare_model``).
+        """
+        return self.strategy == "fsdp" and self.autocast_dtype is not None
 
 
 def _unknown_optimizer(name: str) -> str:

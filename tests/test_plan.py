@@ -35,7 +35,7 @@ def test_different_steps_have_no_line() -> None:
         make_spec(
             model=TINY, per_device_train_batch_size=4, seq_length=32, gpu="cpu",
             gradient_checkpointing=True,
-        )  # fmt: skip
+        )
     )
     assert scaled(trace_at(2), other, 2, 4) is None
 

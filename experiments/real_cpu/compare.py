@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from experiments.real_cpu.cases import CASES, spec_of
 from experiments.real_cpu.models import MODELS
-from experiments.real_cpu.profiled import Profile, profile_spec
+from experiments.real_cpu.profiled import Block, Profile, profile_spec
 from llmem.lifetimes import Trace
 from llmem.spec import RunSpec
 from llmem.timeline import Timeline, replay
@@ -120,16 +121,22 @@ def _unmatched(
     for row in np.flatnonzero((table.birth_op >= 0) & (table.nbytes > SCALAR)):
         name = trace.op_name(int(table.birth_op[row]))
         predicted.setdefault(int(table.nbytes[row]), []).append(name)
-    only_real: Counter[str] = Counter()
-    for index, block in enumerate(profile.blocks):
-        if index in scratch or block.nbytes <= SCALAR:
-            continue
-        op = block.ops[0] if block.ops else NUMBER
+
+    def take(block: Block, names: Iterable[str]) -> bool:
         same = predicted.get(block.nbytes, [])
-        if same:
-            same.remove(op) if op in same else same.pop()
-        else:
-            only_real[f"{block.nbytes} bytes of {op}"] += 1
+        name = next((name for name in names if name in same), None)
+        if name is not None:
+            same.remove(name)
+        return name is not None
+
+    kept = [b for i, b in enumerate(profile.blocks) if i not in scratch and b.nbytes > SCALAR]
+    # First by size and op, then by size alone: some kernels call others.
+    left = [block for block in kept if not take(block, block.ops)]
+    # Checkpointing stops a recomputation inside its last op, which frees its own output then.
+    for block in (profile.blocks[index] for index in sorted(scratch)):
+        take(block, (block.within or "",))
+    left = [block for block in left if not take(block, list(predicted.get(block.nbytes, ())))]
+    only_real = Counter(f"{b.nbytes} bytes of {b.ops[0] if b.ops else NUMBER}" for b in left)
     only_predicted = Counter(f"{n} bytes of {op}" for n, ops in predicted.items() for op in ops)
     return only_real, only_predicted
 

@@ -22,7 +22,7 @@ from llmem.measure.launch import read_record, write_record
 from llmem.spec import RunSpec, make_spec
 
 RECORDS = Path(__file__).parent / "records"
-STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
 RANKS = (2, 3, 4)
 
 # Widths that neither 3 nor 4 ranks divide, and a bucket size that makes several buckets.

@@ -49,7 +49,7 @@ class CachingAllocator:
 
     def __init__(
         self,
-        conf: AllocConf = AllocConf(),  # noqa: B008  (frozen)
+        conf: AllocConf = AllocConf(),
         capacity: int | None = None,
         *,
         device_total: int | None = None,

@@ -63,7 +63,7 @@ def replay_events(
     nbytes: NDArray[np.int64],
     streams: NDArray[np.int64] | None = None,
     *,
-    conf: AllocConf = AllocConf(),  # noqa: B008  (frozen)
+    conf: AllocConf = AllocConf(),
     capacity: int | None = None,
     device_total: int | None = None,
     memory_fraction: float | None = None,

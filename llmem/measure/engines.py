@@ -20,6 +20,7 @@ from llmem.measure.marks import Mark
 from llmem.spec import RunSpec
 from llmem.trace import tensor_parallel
 from llmem.trace.build import Prepared, blocks_of, prepare
+from llmem.trace.mixed_precision import inside_engine
 from llmem.trace.step import Watcher
 
 
@@ -159,6 +160,68 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     return step
 
 
+def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
+    """``FullyShardedDataParallel`` as accelerate's ``Accelerator.prepare_model`` sets it up."""
+    from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    if spec.hybrid_shard not in (0, spec.gpus):
+        raise LlmemError("--hybrid-shard with fsdp cannot be measured yet; leave it out")
+    step, model = prepared.step, prepared.model
+    policy = None
+    if spec.autocast_dtype:
+        dtype = getattr(torch, spec.autocast_dtype)
+        policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+        mixed = inside_engine(spec.autocast_dtype, device)
+        step.forward_context, step.outputs_of = mixed.forward_context, mixed.outputs_of
+    prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
+    keep = ShardingStrategy.SHARD_GRAD_OP
+    sharded: Any = FSDP(
+        model,
+        sharding_strategy=ShardingStrategy.FULL_SHARD if spec.reshard_after_forward else keep,
+        auto_wrap_policy=_wrap_policy(model, spec),
+        mixed_precision=policy,
+        backward_prefetch=prefetch.get(spec.backward_prefetch),
+        use_orig_params=spec.use_orig_params,
+        device_id=torch.device(device),
+    )
+    part: Any
+    for part in FSDP.fsdp_modules(sharded) if policy else ():
+        flat: Any = part._flat_param
+        if flat is not None and flat.requires_grad:
+            flat.data = flat.data.float()
+            part._handle._orig_param_dtype = torch.float32
+
+    def synchronise(last: bool) -> AbstractContextManager[Any]:
+        unit: Any
+        for unit in FSDP.fsdp_modules(sharded):
+            unit._sync_gradients = last
+        return nullcontext()
+
+    step.model = sharded
+    step.clip = lambda parameters, norm, foreach: sharded.clip_grad_norm_(norm)
+    step.optimizer = prepared.optimizer_plan.build(
+        p for p in sharded.parameters() if p.requires_grad
+    )
+    step.forward_context = MicroBatches(spec, step.forward_context, synchronise)
+    return step
+
+
+def _wrap_policy(model: torch.nn.Module, spec: RunSpec) -> Any:
+    """Blocks, and under adapters peft's ``fsdp_auto_wrap_policy``, which Trainer uses."""
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    blocks = {id(model.get_submodule(name)) for name in blocks_of(model)}
+
+    def wraps(module: torch.nn.Module) -> bool:
+        weight = getattr(module, "weight", None)
+        leaf = not any(True for _ in module.children())
+        trained = weight is not None and weight.requires_grad
+        return id(module) in blocks or (spec.method != "full" and leaf and trained)
+
+    return CustomPolicy(wraps)
+
+
 def _data_mesh(model: torch.nn.Module, spec: RunSpec, device: str) -> Any:
     """The mesh of the ranks that share a copy of ``model``, or of a tensor-parallel part of it."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -198,6 +261,7 @@ def _zero(prepared: Prepared, spec: RunSpec, device: str) -> Any:
 _ENGINES: dict[str, Callable[[Prepared, RunSpec, str], Any]] = {
     "none": _single,
     "ddp": _ddp,
+    "fsdp": _fsdp1,
     "fsdp2": _fsdp2,
     "zero1": _deepspeed,
     "zero2": _deepspeed,

@@ -142,7 +142,9 @@ def _boundary_rows(
             yield _row(measured["rank"], name, live, there[key], measured["peak"])
 
 
-def predicted_boundaries(predicted: Any, unsharded: Any) -> dict[tuple[int, str, str, str], int]:
+def predicted_boundaries(
+    predicted: Any, unsharded: Any, *, before_gathers: bool = False
+) -> dict[tuple[int, str, str, str], int]:
     """Live bytes where a predicted rank's blocks start and stop to compute.
 
     The ticks of the blocks are those of the ``unsharded`` trace; the engine's events sit between

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +36,7 @@ class RankTable:
 ENGINES = {
     "none": "llmem.parallel.single",
     "ddp": "llmem.parallel.ddp",
+    "fsdp": "llmem.parallel.fsdp1",
     "fsdp2": "llmem.parallel.fsdp2_ranks",
     "zero1": "llmem.parallel.zero",
     "zero2": "llmem.parallel.zero",
@@ -48,10 +50,16 @@ WITH_TP = ("none", "ddp", "fsdp2")
 """Strategies whose passes work on the local shapes of a tensor-parallel rank."""
 
 
+WITH_PP = ("none", "ddp")
+"""Strategies whose passes work on a pipeline rank's repeated micro-batches."""
+
+
 def engine(spec: RunSpec) -> Any:
     """The module that models ``spec.strategy``. Raises LlmemError if there is none."""
-    if spec.pp > 1:
-        raise LlmemError("--pp is not supported yet; use --tp, or --gpus with a --strategy")
+    if spec.pp > 1 and spec.strategy not in WITH_PP:
+        raise LlmemError(
+            f"--pp with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_PP)}"
+        )
     if spec.tp > 1 and spec.strategy not in WITH_TP:
         raise LlmemError(
             f"--tp with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_TP)}"
@@ -69,8 +77,15 @@ def compute_dtype(spec: RunSpec) -> str | None:
 
 
 def ranks_of(trace: Trace, spec: RunSpec) -> list[RankTable]:
-    """The tables of the ranks that differ from each other, worst or not."""
+    """The tables of the ranks that differ from each other, worst or not.
+
+    Passes go from the inside out: a tensor-parallel rank is traced, the pipeline repeats its
+    stages' parts, the data-parallel engine works among ranks that hold the same part. Ranks are
+    numbered in the same order, tensor-parallel ones fastest: (pp, replica, tp).
+    """
     make: Callable[[Trace, RunSpec], list[RankTable]] = engine(spec).ranks
+    if spec.pp > 1:
+        make = partial(import_module("llmem.parallel.pipeline").ranks, make=make)
     if spec.tp > 1:
-        return import_module("llmem.parallel.tensor").ranks(trace, spec, make)  # type: ignore[no-any-return]
+        make = partial(import_module("llmem.parallel.tensor").ranks, make=make)
     return make(trace, spec)

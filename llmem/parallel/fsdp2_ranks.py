@@ -10,7 +10,6 @@ from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trac
 from llmem.parallel.units import units_of
 from llmem.spec import RunSpec
 
-
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

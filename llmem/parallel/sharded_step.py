@@ -28,9 +28,17 @@ class Shard:
 
 
 def trace_optimizer(
-    shards: Sequence[Shard], spec: RunSpec, device: DeviceProfile, *, steps: int, clip: bool = True
+    shards: Sequence[Shard],
+    spec: RunSpec,
+    device: DeviceProfile,
+    *,
+    steps: int,
+    clip: Callable[[list[Any], float], Any] | None = None,
 ) -> Trace:
-    """Trace ``steps`` clip-and-step rounds of ``spec``'s optimizer on meta shards."""
+    """Trace ``steps`` clip-and-step rounds of ``spec``'s optimizer on meta shards.
+
+    ``clip`` is called with the parameters and the norm (default: torch's, with foreach).
+    """
     import torch
 
     from llmem.trace.kernels import kernels_of, scratch_of
@@ -57,11 +65,14 @@ def trace_optimizer(
         with recorder:
             for step in range(steps):
                 recorder.start_step(step)
-                if clip and spec.max_grad_norm:
+                if spec.max_grad_norm:
                     with recorder.in_phase(Phase.CLIP):
-                        torch.nn.utils.clip_grad_norm_(
-                            parameters, spec.max_grad_norm, foreach=True
-                        )
+                        if clip is not None:
+                            clip(parameters, spec.max_grad_norm)
+                        else:
+                            torch.nn.utils.clip_grad_norm_(
+                                parameters, spec.max_grad_norm, foreach=True
+                            )
                 with recorder.in_phase(Phase.OPTIMIZER):
                     optimizer.step()
                     recorder.after_optimizer(optimizer)

@@ -2,8 +2,9 @@
 
 Passes compose from the inside out: a tensor-parallel rank is traced with its local shapes and its
 collectives (``llmem.trace.tensor_parallel``), then the data-parallel engine plays its hooks over
-that trace, among ``gpus / (tp * pp)`` ranks. Global ranks count the tensor-parallel ones fastest,
-as transformers' and torchtitan's device meshes do: rank = replica * tp + tp_rank.
+that trace, among ``gpus / (tp * pp)`` ranks; a pipeline comes between the two. Global ranks count
+the tensor-parallel ones fastest, as transformers' and torchtitan's meshes do: rank = outer * tp +
+tp_rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from math import ceil
 from llmem.lifetimes import Trace
 from llmem.parallel import RankTable, compute_dtype
 from llmem.spec import RunSpec
+
 
 def ranks(
     trace: Trace, spec: RunSpec, make: Callable[[Trace, RunSpec], list[RankTable]]

@@ -97,7 +97,8 @@ class Zero3Pass:
 
     def sub_groups(self) -> list[list[Parameter]]:
         """``_create_fp16_sub_groups``: sub_group_size partition elements each."""
-        limit, groups, numel = self.options.zero.sub_group_size, [], 0
+        limit, numel = self.options.zero.sub_group_size, 0
+        groups: list[list[Parameter]] = []
         for parameter in self.trained:
             if not groups or numel >= limit:
                 groups.append([])

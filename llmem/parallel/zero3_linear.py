@@ -118,7 +118,8 @@ class _Linears:
 
     def _products_of_conv1d(self, ops: np.ndarray) -> set[str]:
         """Names of the ops that no weight but a square one leaves in doubt, and Conv1D uses."""
-        straight, transposed = set(), set()
+        straight: set[str] = set()
+        transposed: set[str] = set()
         for op in ops.tolist():
             out, into = self.weights[int(self.trace.ops.module[op])].shape
             if out != into:

@@ -181,13 +181,13 @@ def _unknown(raw: Mapping[str, Any], model: type[BaseModel], path: str) -> list[
         names[name] = names[field.alias or name] = field
     found = []
     for key, value in raw.items():
-        field = names.get(key)
-        if field is None:
+        known = names.get(key)
+        if known is None:
             if path or key not in HARMLESS:
                 near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
                 found.append(path + key + (f" (is {near[0]} meant?)" if near else ""))
         elif isinstance(value, Mapping):
-            section = _section_of(field.annotation)
+            section = _section_of(known.annotation)
             if section not in (None, Precision, DataTypes):
                 found += _unknown(value, section, f"{path}{key}.")
     return found

@@ -103,7 +103,7 @@ def _figure(rank: Rank) -> Any:
         xaxis_title="allocations and frees, in order", yaxis_title="GiB",
         legend={"orientation": "h", "y": -0.15}, margin={"t": 40, "r": 20},
     )  # fmt: skip
-    return Markup(figure.to_html(full_html=False, include_plotlyjs=True))  # noqa: S704 - plotly's
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=True))
 
 
 def _by_category(rank: Rank) -> dict[str, np.ndarray]:

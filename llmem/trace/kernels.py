@@ -56,7 +56,7 @@ def kernels_of(
         plain["_fused_rms_norm_backward"] = meta_kernels.fused_rms_norm_backward
     else:
         plain["native_layer_norm"] = meta_kernels.layer_norm_cpu
-    library = Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
+    library = Library("aten", "IMPL")  # destroyed below
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about kernels that are replaced on purpose

@@ -51,12 +51,21 @@ def mixed_precision(
     if scaler is not None:
         notes.append("loss scaling: every step finds its gradients finite")
 
-    def region() -> AbstractContextManager[Any]:
-        if device == "meta":
-            return autocast_on_meta(dtype)
-        return torch.autocast(device, dtype=getattr(torch, dtype))
+    return MixedPrecision(_region(dtype, device), to_fp32, scaler)
 
-    return MixedPrecision(region, to_fp32, scaler)
+
+def inside_engine(dtype: str, device: str) -> MixedPrecision:
+    """Autocast and fp32 outputs where an engine casts parameters itself, and scales no loss.
+
+    accelerate's ``prepare_model`` wraps the forward before it hands the model to FSDP.
+    """
+    return MixedPrecision(_region(dtype, device), to_fp32)
+
+
+def _region(dtype: str, device: str) -> Callable[[], AbstractContextManager[Any]]:
+    if device == "meta":
+        return lambda: autocast_on_meta(dtype)
+    return lambda: torch.autocast(device, dtype=getattr(torch, dtype))
 
 
 def to_fp32(data: Any) -> Any:

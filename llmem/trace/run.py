@@ -26,6 +26,8 @@ from llmem.trace.build import (
     prepare,
 )
 from llmem.trace.kernels import kernels_of, scratch_of
+from llmem.trace.micro_batch import one_micro_batch, without_optimizer
+from llmem.trace.mixed_precision import inside_engine
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.recorder import Recorder
 from llmem.trace.standins.select import stand_ins_for
@@ -51,25 +53,35 @@ def trace_spec(
     ``device`` is ``meta`` (nothing is allocated) or ``cpu`` (the step really runs, for checks).
     This is the model on one device, whole or, under tensor parallelism, ``tp_rank``'s part of it.
     ``compute_dtype`` is the dtype that a sharding engine gives parameters while it computes (then
-    there is no autocast); the dtypes it keeps them in are the trace's ``masters``.
+    there is no autocast); the dtypes it keeps them in are the trace's ``masters``. For a pipeline it
+    is one micro-batch, without optimizer.
     """
     alone = nullcontext() if spec.tp == 1 or device != "meta" else rank_of(spec.tp, tp_rank)
+    if spec.pp > 1:
+        spec, steps = one_micro_batch(spec), 1
     with alone:
         return _trace_spec(spec, device, steps or spec.steps, compute_dtype)
 
 
 def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | None) -> Trace:
+    autocast = spec.autocast_dtype if compute_dtype and spec.autocast_inside_engine else None
     if compute_dtype is not None:
         spec = spec.model_copy(update={"bf16": False, "fp16": False})
     target = get_device(spec.gpu or DEFAULT_GPU)
     cuda = target.is_cuda
     prepared = prepare(spec, device=device, cuda=cuda)
+    if autocast is not None:
+        mixed = inside_engine(autocast, device)
+        prepared.step.forward_context = mixed.forward_context
+        prepared.step.outputs_of = mixed.outputs_of
     recorder = Recorder(
         devices=frozenset({device} if cuda else {"meta", "cpu"}),
         scratch=scratch_of(target, spec.as_torch) if cuda else None,
     )
     recorder.padding = spec.padding
     recorder.assumptions += prepared.assumptions
+    if spec.pp > 1:
+        without_optimizer(prepared.step)
     masters = master_dtypes(prepared.model, upcast=compute_dtype is not None)
     if compute_dtype is not None:
         compute_in(prepared.model, compute_dtype)
@@ -96,6 +108,7 @@ def _run(prepared: Prepared, recorder: Recorder, stack: ExitStack, steps: int) -
     stack.enter_context(quiet())
     stack.enter_context(recorder.watch_modules(prepared.model, prepared.head))
     stack.enter_context(recorder.watch_gradients())
+    stack.enter_context(new_tensors_are_dispatched())
     stack.enter_context(frees_by_reference_count())
     try:
         with recorder:
@@ -113,6 +126,24 @@ def _untraceable(model: Any, recorder: Recorder, error: Exception) -> str:
         f"{first.rstrip('.')}; give the op a meta kernel (torch.library.register_fake) or trace "
         "another attention or expert implementation"
     )
+
+
+@contextmanager
+def new_tensors_are_dispatched() -> Iterator[None]:
+    """``torch.tensor`` passes the dispatcher on meta as it does on every other device."""
+    original = torch.tensor
+
+    def tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = original(*args, **kwargs)
+        if made.is_meta:
+            torch.ops.aten.lift_fresh(made)
+        return made
+
+    torch.tensor = tensor
+    try:
+        yield
+    finally:
+        torch.tensor = original
 
 
 @contextmanager
@@ -200,6 +231,7 @@ def _trace_step(
             stack.enter_context(recorder.watch_gradients())
         stack.enter_context(recorder.watch_phases(optimizer))
         stack.enter_context(recorder.watch_composites(device))
+        stack.enter_context(new_tensors_are_dispatched())
         stack.enter_context(frees_by_reference_count())
         with recorder:
             for number in range(steps):

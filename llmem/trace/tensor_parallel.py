@@ -220,7 +220,7 @@ def _collectives_on_meta(stack: ExitStack) -> None:
         "wait_tensor": lambda tensor: tensor,
         "_wrap_tensor_autograd": functional.AsyncCollectiveTensor,
     }
-    library = Library("_c10d_functional", "IMPL")  # noqa: TOR901 - destroyed below
+    library = Library("_c10d_functional", "IMPL")
     stack.callback(library._destroy)
     namespace = torch.ops._c10d_functional
     with warnings.catch_warnings():

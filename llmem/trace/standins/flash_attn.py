@@ -3,7 +3,7 @@
 Three paths (transformers/modeling_flash_attention_utils.py, ``_flash_attention_forward``): a batch
 whose mask holds padding is unpadded by indexing, goes through ``flash_attn_varlen_func`` and is
 padded again; a packed row goes through the same function without copies; else
-``flash_attn_func``. The kernel's outputs, saved tensors and accumulators (Dao-AILab/flash-attention,
+``flash_attn_func``. Outputs, saved tensors and accumulators (Dao-AILab/flash-attention,
 csrc/flash_attn/flash_api.cpp: ``mha_fwd``, ``mha_varlen_fwd``, ``mha_bwd``, ``mha_varlen_bwd``;
 flash_attn_interface.py) are those of torch's own copy of it, the aten ops
 ``_flash_attention_forward`` and ``_flash_attention_backward``, which have kernels on meta; their

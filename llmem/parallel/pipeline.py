@@ -1,0 +1,88 @@
+"""Pipeline parallelism: each rank's micro-batches in the order of its schedule.
+
+The pass takes the trace of one micro-batch through the whole model (perhaps a tensor-parallel
+rank's) and repeats each stage's forward and backward as torch.distributed.pipelining 2.13 runs
+them (stage.py, schedules.py):
+
+* what a stage's forward keeps for backward lives until that micro-batch's backward on that stage;
+  the stage's output lives until that backward returns (``fwd_cache``);
+* a stage has one receive buffer per micro-batch for its input (which autograd then keeps, no copy
+  is made) and one for its output's gradient, allocated before the first step and kept;
+* the gradient of a stage's input lives until the rank's next backward is done, when the list of
+  sends that holds it is replaced;
+* parameters get their gradient from the first micro-batch, later ones are added in place;
+* the loss is computed in the last stage's forward and logits are dropped before backward; clipping
+  and the optimizer see the rank's own parameters, and run for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from llmem.errors import LlmemError
+from llmem.lifetimes import Trace
+from llmem.parallel import RankTable
+from llmem.parallel.editor import Editor
+from llmem.parallel.replay_stages import STEPS, StageReplay
+from llmem.parallel.schedule import actions, in_flight
+from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
+from llmem.parallel.stages import Stages, stages_of
+from llmem.spec import RunSpec
+
+
+def ranks(
+    trace: Trace, spec: RunSpec, make: Callable[[Trace, RunSpec], list[RankTable]]
+) -> list[RankTable]:
+    """One table for each kind of rank, numbered ``pp_rank * replicas + replica``.
+
+    ``trace`` is one step of one micro-batch without optimizer; ``make`` is the data-parallel
+    engine's ``ranks``, called with each pipeline rank's own trace.
+    """
+    per_rank = spec.virtual_stages if spec.pp_schedule == "interleaved" else 1
+    stages = stages_of(trace, spec.pp * per_rank)
+    replicas = spec.gpus // spec.pp
+    inner = spec.model_copy(update={"gpus": replicas, "pp": 1})
+    tables = []
+    for rank in range(spec.pp):
+        mine, notes = _rank_trace(stages, spec, rank, per_rank)
+        for table in make(mine, inner):
+            everyone = tuple(rank * replicas + replica for replica in table.ranks)
+            told = [*notes, *table.assumptions]
+            tables.append(replace(table, rank=everyone[0], ranks=everyone, assumptions=told))
+    return tables
+
+
+def _rank_trace(stages: Stages, spec: RunSpec, rank: int, per_rank: int) -> tuple[Trace, list[str]]:
+    """The whole trace of one pipeline rank, optimizer included, and what was assumed."""
+    order = actions(spec.pp_schedule, spec.pp, rank, spec.pipeline_micro_batches, per_rank)
+    base = StageReplay(stages, spec, order).trace()
+    shards = [Shard(p.key, p.name, p.shape, p.dtype) for p in base.parameters if p.trainable]
+    if not shards:
+        raise LlmemError(f"pipeline rank {rank} has nothing to train; use another --method or --pp")
+    step = trace_optimizer(shards, spec, device_of(spec), steps=STEPS)
+    editor = Editor(base)
+    splice_optimizer(editor, shards, step)
+    lifetimes, named = editor.finish()
+    named = replace(named, lifetimes=lifetimes, optimizer=step.optimizer)
+    return _with_rows(named), [_note(spec, stages, in_flight(order), per_rank)]
+
+
+def _with_rows(trace: Trace) -> Trace:
+    """Point each parameter at its row (nothing is dropped before the parameters)."""
+    table = trace.lifetimes
+    keys = np.flatnonzero((table.category == 0) & (table.key >= 0))
+    rows = {int(table.key[row]): int(row) for row in keys}
+    return replace(trace, parameters=[replace(p, row=rows[p.key]) for p in trace.parameters])
+
+
+def _note(spec: RunSpec, stages: Stages, most: int, per_rank: int) -> str:
+    size = spec.per_device_train_batch_size // spec.pipeline_micro_batches
+    virtual = f", {per_rank} stages per rank" if per_rank > 1 else ""
+    return (
+        f"pipeline: {spec.pp_schedule} of torch.distributed.pipelining over {spec.pp} ranks"
+        f"{virtual}, {spec.pipeline_micro_batches} micro-batches of {size} sequences, up to {most} "
+        f"of them in flight on this rank, {stages.hidden:,} bytes sent per micro-batch"
+    )

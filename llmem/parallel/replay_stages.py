@@ -1,0 +1,362 @@
+"""Repeat a pipeline rank's share of a traced step in the order of its schedule.
+
+Time is cut into windows (see ``Stages``); each action of the schedule copies its windows' births,
+deaths and ops to the next free ticks. Within a copy all distances stay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmem.lifetimes import (
+    COLUMNS,
+    NEVER,
+    OP_COLUMNS,
+    TICK,
+    Category,
+    Ints,
+    Lifetimes,
+    Ops,
+    Phase,
+    Trace,
+)
+from llmem.parallel.schedule import Action
+from llmem.parallel.stages import Stages, Window
+from llmem.spec import RunSpec
+
+STEPS = 2
+"""Optimizer steps: the first one makes the optimizer's states, the second one finds them there."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A window copied to ``base``: tick t becomes base + t - window.start."""
+
+    window: Window
+    base: int
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.window)
+
+    def move(self, ticks: Any) -> Any:
+        return ticks - self.window.start + self.base
+
+
+class StageReplay:
+    """One rank's trace without its optimizer; ``order`` is its schedule for one step."""
+
+    def __init__(self, stages: Stages, spec: RunSpec, order: list[Action]) -> None:
+        self._stages = stages
+        self._spec = spec
+        self._order = order
+        self._mine = {action.stage for action in order}
+        self._source = stages.trace
+        self._holders = stages.holders()
+        self._now = (self._source.step_ticks[0] // TICK + 1) * TICK
+        self._columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._op_columns: list[list[NDArray[Any]]] = [[] for _ in OP_COLUMNS]
+        self._number_of_ops = 0
+        self._phases: list[tuple[int, Phase, int]] = [(0, Phase.SETUP, 0)]
+        self._ready: dict[tuple[int, int], int] = {}
+        self._kept = self._persistent()
+        self._tied = self._tied_keys()
+
+    def trace(self) -> Trace:
+        """Parameters, receive buffers and all steps."""
+        self._existing()
+        self._receive_buffers()
+        step_ticks = [self._now]
+        plans = []
+        for step in range(STEPS):
+            plans.append(self._plan(step))
+            step_ticks.append(self._now)
+        for step, plan in enumerate(plans):
+            self._fill(plan, plans[step + 1] if step + 1 < STEPS else None, step)
+        ops = [np.concatenate(parts).astype(k) for parts, k in zip(self._op_columns, OP_COLUMNS, strict=True)]
+        order = np.argsort(ops[4], kind="stable")
+        position = np.empty(len(order), np.int64)
+        position[order] = np.arange(len(order))
+        table = {name: np.concatenate(self._columns[name]).astype(COLUMNS[name]) for name in COLUMNS}
+        known = table["birth_op"] >= 0
+        table["birth_op"][known] = position[table["birth_op"][known]]
+        nothing = np.empty(0, np.int64)
+        parameters = [p for p in self._source.parameters if self._here(p.key)]
+        return replace(
+            self._source,
+            ops=Ops(*(column[order] for column in ops)),
+            lifetimes=Lifetimes(**table),
+            touch_op=nothing, touch_row=nothing, touch_kind=nothing.astype(np.int8), spans=[],
+            parameters=parameters, gradient_ready=self._ready, step_ticks=step_ticks,
+            phase_ticks=self._phases,
+        )  # fmt: skip
+
+    # -- what is there before the first step -------------------------------------------------------
+
+    def _here(self, key: int) -> bool:
+        return any(stage in self._mine for stage in self._holders[key])
+
+    def _existing(self) -> None:
+        """This rank's parameters, and the buffers of its layers and of no layer."""
+        table = self._source.lifetimes
+        keys = [p.key for p in self._source.parameters if not self._here(p.key)]
+        others = [
+            f"{layer}." for stage, names in enumerate(self._stages.names)
+            if stage not in self._mine for layer in names
+        ]  # fmt: skip
+        away = np.array([m.startswith(tuple(others)) for m in self._source.modules], np.bool_)
+        there = table.birth <= self._source.step_ticks[0]
+        dropped = np.isin(table.key, keys) & (table.category == Category.PARAMETER)
+        dropped |= away[table.module] & (table.category == Category.BUFFER)
+        self._add(np.flatnonzero(there & ~dropped), table.birth, table.death, None)
+
+    def _receive_buffers(self) -> None:
+        last, micro = self._stages.number - 1, self._spec.pipeline_micro_batches
+        ends = sum((stage > 0) + (stage < last) for stage in self._mine)
+        for _ in range(ends * micro):
+            self._add_one(self._stages.hidden, self._now, int(NEVER), Category.COMMUNICATION)
+            self._now += TICK
+
+    # -- one step: places first, then rows ------------------------------------------------------------
+
+    def _plan(self, step: int) -> _Plan:
+        """Give every action of the step its ticks."""
+        plan = _Plan(self._now)
+        self._phase(Phase.ZERO_GRAD, step)
+        self._phase(Phase.BATCH, step)
+        plan.batch = self._now
+        self._now += (len(np.flatnonzero(self._inputs())) + 1) * TICK
+        for action in self._order:
+            self._phase(Phase.FORWARD if action.forward else Phase.BACKWARD, step)
+            windows = self._windows(action)
+            copies = []
+            for window in windows:
+                copies.append(_Copy(window, self._now))
+                self._now += len(window)
+            plan.copies[action] = copies
+            self._now += TICK
+        plan.end = self._now
+        self._phase(Phase.OPTIMIZER, step)
+        plan.tail = self._now
+        self._phase(Phase.OTHER, step)
+        return plan
+
+    def _phase(self, phase: Phase, step: int) -> None:
+        self._phases.append((self._now + 1, phase, step))
+        self._now += TICK
+
+    def _windows(self, action: Action) -> list[Window]:
+        if not action.forward:
+            return [self._stages.backward[action.stage]]
+        return [self._stages.prelude, self._stages.forward[action.stage]]
+
+    def _fill(self, plan: _Plan, following: _Plan | None, step: int) -> None:
+        """Copy ops and rows of every action to the places of the plan."""
+        self._step = step
+        self._dropped = self._gradients_dropped(plan, following)
+        self._batch(plan)
+        backwards = [a for a in self._order if not a.forward]
+        after = dict(zip(backwards[:-1], backwards[1:], strict=True))
+        for action in self._order:
+            if action.forward:
+                self._forward(action, plan, first=step == 0 and action == self._order[0])
+            else:
+                follower = after.get(action)
+                sent = plan.copies[follower][0].end if follower else plan.end
+                self._backward(action, plan, sent, first=step == 0 and action == backwards[0])
+
+    def _gradients_dropped(self, plan: _Plan, following: _Plan | None) -> int:
+        """Tick at which the loop drops this step's gradients."""
+        if self._spec.zero_grad == "after_step":
+            return plan.tail
+        if following is None:
+            return int(NEVER)
+        if self._spec.zero_grad == "before_forward":
+            return following.start + TICK // 2
+        first = next(a for a in self._order if not a.forward)
+        return following.copies[first][0].base
+
+    def _batch(self, plan: _Plan) -> None:
+        """The whole batch of the step, all micro-batches of it, on every rank."""
+        table = self._source.lifetimes
+        micro = self._spec.pipeline_micro_batches
+        for number, row in enumerate(np.flatnonzero(self._inputs()).tolist()):
+            birth = plan.batch + number * TICK
+            self._add_one(int(table.nbytes[row]) * micro, birth, plan.end, Category.INPUT)
+
+    def _inputs(self) -> Mask:
+        table = self._source.lifetimes
+        return (table.category == Category.INPUT) & (table.birth > self._source.step_ticks[0])
+
+    def _forward(self, action: Action, plan: _Plan, first: bool) -> None:
+        table, stage = self._source.lifetimes, action.stage
+        prelude, body = plan.copies[action]
+        backward = plan.copies[Action(False, stage, action.micro)][0]
+        for copy in (prelude, body):
+            births = copy.window.holds(table.birth) & ~self._kept
+            if copy is prelude and stage > 0:
+                births &= ~self._of_the_first[table.module]
+            rows = np.flatnonzero(births)
+            death = table.death[rows]
+            # What dies in another stage's part (masks, positions) dies when this one's ends.
+            in_backward = death > self._stages.forward[-1].end
+            later = np.where(in_backward, backward.end, body.end)
+            for inside in (prelude, body, backward):
+                here = inside.window.holds(death)
+                later[here] = inside.move(death[here])
+            later[np.isin(rows, self._sent(stage))] = backward.end
+            self._add(rows, copy.move(table.birth), later, copy, full=False)
+            self._copy_ops(copy, Phase.FORWARD)
+        if first:
+            self._persist(self._stages.prelude.start, self._stages.forward[-1].end, prelude)
+
+    def _backward(self, action: Action, plan: _Plan, sent: int, first: bool) -> None:
+        table, window = self._source.lifetimes, self._stages.backward[action.stage]
+        [copy] = plan.copies[action]
+        rows = np.flatnonzero(window.holds(table.birth) & ~self._kept)
+        keys = self._gradient_keys(rows, action.stage)
+        gradient = keys >= 0
+        death = table.death[rows]
+        later = np.full(len(rows), sent, np.int64)
+        inside = window.holds(death) & ~gradient
+        later[inside] = copy.move(death[inside])
+        ready = self._ready_ticks(rows, keys, window)
+        later[gradient] = self._dropped if action.micro == 0 else copy.move(ready[gradient])
+        for key, tick in zip(keys[gradient].tolist(), ready[gradient].tolist(), strict=True):
+            self._ready[self._step, key] = int(copy.move(tick))
+        self._add(rows, copy.move(table.birth), later, copy, full=False, keys=keys)
+        self._copy_ops(copy, Phase.BACKWARD)
+        if first:
+            self._persist(self._stages.forward[-1].end, int(NEVER) - 1, copy)
+
+    def _sent(self, stage: int) -> Ints:
+        """The stage's output, which is held until its backward returns (``fwd_cache``)."""
+        outputs = self._stages.outputs
+        return outputs[stage] if stage < len(outputs) else np.empty(0, np.int64)
+
+    # -- which rows are what ----------------------------------------------------------------------------
+
+    def _gradient_keys(self, rows: NDArray[np.int64], stage: int) -> NDArray[np.int64]:
+        """The parameter whose gradient each row is, -1 for others.
+
+        A tied parameter's gradient is made twice: on the last stage where the head's part is left
+        over for the embedding's backward, on the first by the embedding itself.
+        """
+        table = self._source.lifetimes
+        keys = np.where(table.category[rows] == Category.GRADIENT, table.key[rows], -1).astype(np.int64)
+        for key, nbytes in self._tied.items():
+            keys[keys == key] = -1
+            same = np.flatnonzero(table.nbytes[rows] == nbytes)
+            if stage == self._stages.number - 1:
+                mine = same[~self._stages.backward[stage].holds(table.death[rows[same]])]
+            else:
+                name = "embedding_dense_backward"
+                mine = np.array(
+                    [i for i in same if self._source.op_name(int(table.birth_op[rows[i]])) == name],
+                    np.int64,
+                )
+            keys[mine[:1]] = key
+        return keys
+
+    def _ready_ticks(
+        self, rows: NDArray[np.int64], keys: NDArray[np.int64], window: Window
+    ) -> NDArray[np.int64]:
+        """When each row that is a gradient has been accumulated."""
+        born = self._source.lifetimes.birth[rows]
+        ready = born + 1
+        for i in np.flatnonzero(keys >= 0).tolist():
+            tick = self._source.gradient_ready.get((0, int(keys[i])))
+            if tick is not None and born[i] < tick <= window.end:
+                ready[i] = tick
+        return ready
+
+    def _tied_keys(self) -> dict[int, int]:
+        """Parameters on two stages: key -> bytes."""
+        return {
+            p.key: int(self._source.lifetimes.nbytes[p.row])
+            for p in self._source.parameters
+            if len(self._holders[p.key]) > 1 and p.trainable
+        }
+
+    def _persistent(self) -> Mask:
+        """Workspaces that stay once they are there (cuBLAS): made by whoever comes first."""
+        table = self._source.lifetimes
+        born = table.birth > self._source.step_ticks[0]
+        return born & (table.death == NEVER) & (table.category == Category.WORKSPACE)  # type: ignore[no-any-return]
+
+    def _persist(self, start: int, end: int, copy: _Copy) -> None:
+        table = self._source.lifetimes
+        for row in np.flatnonzero(self._kept & Window(start, end).holds(table.birth)).tolist():
+            self._add_one(int(table.nbytes[row]), copy.base + 1, int(NEVER), Category.WORKSPACE)
+
+    @property
+    def _of_the_first(self) -> Mask:
+        """Modules before the first layer that have parameters: the embeddings."""
+        names = {
+            p.name.rpartition(".")[0] for p in self._source.parameters if 0 in self._holders[p.key]
+        }
+        return np.array([m in names for m in self._source.modules], np.bool_)
+
+    # -- adding --------------------------------------------------------------------------------------------
+
+    def _copy_ops(self, copy: _Copy, phase: Phase) -> None:
+        ops = self._source.ops
+        first, last = np.searchsorted(ops.tick, [copy.window.start, copy.window.end])
+        parts = (ops.name, ops.module, ops.phase, ops.step, ops.tick, ops.recompute)
+        for column, values in zip(self._op_columns, parts, strict=True):
+            column.append(values[first:last].copy())
+        self._op_columns[2][-1][:] = int(phase)
+        self._op_columns[3][-1][:] = self._step
+        self._op_columns[4][-1] = copy.move(ops.tick[first:last])
+        self._number_of_ops += int(last - first)
+
+    def _add(
+        self,
+        rows: NDArray[np.int64],
+        birth: Any,
+        death: Any,
+        copy: _Copy | None,
+        *,
+        full: bool = True,
+        keys: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Rows of the source with other births and deaths; ``death`` is of all rows if ``full``."""
+        table = self._source.lifetimes
+        for name in COLUMNS:
+            self._columns[name].append(getattr(table, name)[rows].copy())
+        self._columns["birth"][-1] = birth[rows]
+        self._columns["death"][-1] = death[rows] if full else death
+        self._columns["death_op"][-1] = np.full(len(rows), -1)
+        if copy is None:
+            self._columns["birth_op"][-1] = np.full(len(rows), -1)
+        else:
+            first = int(np.searchsorted(self._source.ops.tick, copy.window.start))
+            moved = table.birth_op[rows] - first + self._number_of_ops
+            self._columns["birth_op"][-1] = np.where(table.birth_op[rows] >= 0, moved, -1)
+        if keys is not None:
+            category = self._columns["category"][-1]
+            category[(category == Category.GRADIENT) & (keys < 0)] = Category.ACTIVATION_GRADIENT
+            category[keys >= 0] = Category.GRADIENT
+            self._columns["key"][-1] = keys
+
+    def _add_one(self, nbytes: int, birth: int, death: int, category: Category) -> None:
+        values = {"nbytes": nbytes, "birth": birth, "death": death, "category": int(category)}
+        for name in COLUMNS:
+            default = -1 if name in ("birth_op", "death_op", "key") else 0
+            self._columns[name].append(np.array([values.get(name, default)]))
+
+
+class _Plan:
+    """The ticks of one step."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.batch = self.end = self.tail = start
+        self.copies: dict[Action, list[_Copy]] = {}

@@ -1,0 +1,234 @@
+"""Pipelines of a toy: what is held in flight, and every buffer of one rank written down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import llmem
+from llmem.errors import LlmemError
+from llmem.estimate import estimate
+from llmem.lifetimes import NEVER, TICK, Category, Lifetimes, Trace
+from llmem.parallel import engine
+from llmem.parallel.replay_stages import StageReplay
+from llmem.parallel.schedule import Action, actions, in_flight
+from llmem.parallel.stages import stages_of
+from llmem.spec import RunSpec, make_spec
+from llmem.trace.micro_batch import one_micro_batch
+
+WIDTH, ROWS, FLOAT = 6, 4, 4
+HIDDEN = ROWS * WIDTH * FLOAT
+WEIGHT = WIDTH * WIDTH * FLOAT
+
+
+class Layer(torch.nn.Module):
+    """x [4, 6] -> linear [6, 6] -> tanh, which keeps its output for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+
+class Toy(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def toy_trace(layers: int) -> Trace:
+    """Forward and backward of one micro-batch."""
+    with torch.device("meta"):
+        model, x = Toy(layers), torch.empty(ROWS, WIDTH)
+    trace = llmem.trace(lambda: model(x).backward(), model=model, steps=1, gpu="cpu")
+    trace.wrapped = [f"layers.{number}" for number in range(layers)]
+    return trace
+
+
+def rank_trace(trace: Trace, pp: int, rank: int, micro_batches: int, schedule: str) -> Trace:
+    spec = spec_of(pp, micro_batches, schedule)
+    per_rank = 2 if schedule == "interleaved" else 1
+    order = actions(schedule, pp, rank, micro_batches, per_rank)
+    return StageReplay(stages_of(trace, pp * per_rank), spec, order).trace()
+
+
+def spec_of(pp: int, micro_batches: int, schedule: str) -> RunSpec:
+    return make_spec(
+        model="gpt2", gpus=pp, pp=pp, micro_batches=micro_batches, pp_schedule=schedule,
+        per_device_train_batch_size=micro_batches,
+    )  # fmt: skip
+
+
+def most_alive(trace: Trace, op: str) -> int:
+    """The most outputs of ``op`` that are alive at once."""
+    table = trace.lifetimes
+    names = np.array([trace.op_name(int(o)) == op for o in table.birth_op])
+    mine = table.take(names)
+    return max(int(mine.alive_at(tick).sum()) for tick in mine.birth.tolist())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])],
+)
+def test_micro_batches_in_flight(schedule: str, held: list[int]) -> None:
+    assert [in_flight(actions(schedule, 4, rank, 8)) for rank in range(4)] == held
+    trace = toy_trace(4)
+    found = [most_alive(rank_trace(trace, 4, rank, 8, schedule), "tanh") for rank in range(4)]
+    assert found == held
+
+
+def test_interleaved_order() -> None:
+    # Two ranks, two stages each (rank 0: 0 and 2), four micro-batches in rounds of two.
+    order = actions("interleaved", 2, 0, 4, 2)
+    text = " ".join(f"{'F' if a.forward else 'B'}{a.stage}.{a.micro}" for a in order)
+    assert text == (
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"
+    )
+    assert in_flight(order) == 5
+    assert most_alive(rank_trace(toy_trace(4), 2, 0, 4, "interleaved"), "tanh") == 5
+
+
+def test_every_schedule_runs_every_micro_batch_once() -> None:
+    for schedule, per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        for rank in range(4):
+            order = actions(schedule, 4, rank, 8, per_rank)
+            stages = [rank + 4 * local for local in range(per_rank)]
+            both = [Action(f, s, m) for f in (True, False) for s in stages for m in range(8)]
+            assert len(order) == len(both) and set(order) == set(both)
+            for stage in stages:
+                for micro in range(8):
+                    ahead = order.index(Action(True, stage, micro))
+                    assert ahead < order.index(Action(False, stage, micro))
+
+
+def spans(table: Lifetimes, trace: Trace) -> list[tuple[int, str, Category, int, int | None]]:
+    """(bytes, op, category, births before it, rank among deaths) of the first step's rows."""
+    events = table.events().tick.tolist()
+    place = {tick: number for number, tick in enumerate(dict.fromkeys(events))}
+    return [
+        (
+            int(table.nbytes[row]),
+            trace.op_name(int(table.birth_op[row])),
+            Category(int(table.category[row])),
+            place[int(table.birth[row])],
+            None if table.death[row] == NEVER else place[int(table.death[row])],
+        )
+        for row in range(len(table))
+        if table.birth[row] < trace.step_ticks[1]
+    ]
+
+
+def test_every_buffer_of_the_first_of_two_stages() -> None:
+    """1F1B of two micro-batches on rank 0: F0 F1 B0 B1."""
+    trace = rank_trace(toy_trace(2), 2, 0, 2, "1f1b")
+    hidden, weight = HIDDEN, WEIGHT
+    assert spans(trace.lifetimes, trace) == [
+        (weight, "", Category.PARAMETER, 0, None),
+        (hidden, "", Category.COMMUNICATION, 1, None),  # two gradients to be received
+        (hidden, "", Category.COMMUNICATION, 2, None),
+        (hidden, "mm", Category.ACTIVATION, 3, 5),
+        (hidden, "tanh", Category.ACTIVATION, 4, 12),  # sent, held until B0 returns
+        (hidden, "mm", Category.ACTIVATION, 6, 8),
+        (hidden, "tanh", Category.ACTIVATION, 7, 16),  # until B1 returns
+        (hidden, "tanh_backward", Category.ACTIVATION_GRADIENT, 9, 11),
+        (weight, "mm", Category.GRADIENT, 10, 17),  # until the next step drops it
+        (hidden, "tanh_backward", Category.ACTIVATION_GRADIENT, 13, 15),
+        (weight, "mm", Category.GRADIENT, 14, 15),  # added to the first one
+    ]
+
+
+def test_the_last_stage_receives_and_sends_gradients() -> None:
+    trace = rank_trace(toy_trace(2), 2, 1, 2, "1f1b")
+    table = trace.lifetimes
+    kinds = table.category[table.birth < trace.step_ticks[1]].tolist()
+    assert kinds.count(Category.PARAMETER) == 1
+    assert kinds.count(Category.COMMUNICATION) == 2  # inputs to be received
+    # The gradient of the input, sent to the first stage, is held until the next backward is done.
+    sent = [
+        row for row in range(len(table))
+        if trace.op_name(int(table.birth_op[row])) == "mm"
+        and table.category[row] == Category.ACTIVATION_GRADIENT
+        and table.birth[row] < trace.step_ticks[1]
+    ]  # fmt: skip
+    assert [int(table.nbytes[row]) for row in sent] == [HIDDEN, HIDDEN]
+    assert table.death[sent[0]] > table.birth[sent[1]]
+
+
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 102,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+BLOCK, EMBEDDING, NORM = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32, 102 * 32, 32
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_who_holds_which_parameters(tied: bool) -> None:
+    found = estimate(
+        model={**TINY, "tie_word_embeddings": tied}, gpus=2, pp=2, micro_batches=4,
+        per_device_train_batch_size=4, seq_length=8, param_dtype="fp32", gpu="cpu",
+    )  # fmt: skip
+    assert [rank.table.ranks for rank in found.ranks] == [(0,), (1,)]
+    first, last = (rank.breakdown["parameters"] for rank in found.ranks)
+    assert first == (2 * BLOCK + EMBEDDING) * FLOAT  # three layers: two and one
+    assert last == (BLOCK + NORM + EMBEDDING) * FLOAT  # the head, or the tied embedding's copy
+    for rank in found.ranks:  # one gradient per parameter when the step ends
+        table = rank.table.lifetimes
+        gradients = (table.category == Category.GRADIENT) & (table.death == NEVER)
+        weights = table.category == Category.PARAMETER
+        assert table.nbytes[gradients].sum() == table.nbytes[weights].sum()
+
+
+def test_tensor_parallel_pipeline_with_replicas() -> None:
+    found = estimate(
+        model=TINY, gpus=8, tp=2, pp=2, strategy="ddp", micro_batches=2,
+        per_device_train_batch_size=2, seq_length=8, param_dtype="fp32", gpu="cpu",
+    )  # fmt: skip
+    # (pp, replica, tp): both tensor-parallel ranks of both replicas are alike
+    assert [rank.table.ranks for rank in found.ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: actions("1f1b", 4, 0, 3), "at least 4 micro-batches for 4 stages"),
+        (lambda: actions("interleaved", 4, 0, 9, 2), "use a multiple of 4"),
+        (lambda: stages_of(toy_trace(2), 3), "3 pipeline stages need as many layers"),
+        (
+            lambda: one_micro_batch(make_spec(model="gpt2", gpus=2, pp=2, micro_batches=3)),
+            "8 sequences cannot be cut into 3",
+        ),
+        (
+            lambda: one_micro_batch(
+                make_spec(model="gpt2", gpus=2, pp=2, gradient_accumulation_steps=2)
+            ),
+            "use --micro-batches",
+        ),
+        (
+            lambda: engine(make_spec(model="gpt2", gpus=4, pp=2, strategy="zero3")),
+            "--pp with --strategy zero3 is not supported",
+        ),
+    ],
+)
+def test_what_has_no_pipeline(call: Any, said: str) -> None:
+    with pytest.raises(LlmemError, match=said):
+        call()
+
+
+def test_ticks_keep_their_distance() -> None:
+    trace = rank_trace(toy_trace(4), 4, 2, 4, "1f1b")
+    births = np.sort(trace.lifetimes.birth)
+    assert len(np.unique(births)) == len(births)
+    assert (np.diff(births) >= TICK).all()
