@@ -153,6 +153,14 @@ class RunSpec(BaseModel):
         return self.strategy == "fsdp" and self.autocast_dtype is not None
 
 
+def checkpoints_reentrantly(as_transformers: str | None) -> bool:
+    """Whether that version's gradient checkpointing is the reentrant one, around whole layer calls.
+
+    transformers/modeling_utils.py: ``use_reentrant`` is True by default until 4.57, False since 5.0.
+    """
+    return as_transformers is not None and as_transformers.startswith("4.")
+
+
 def _unknown_optimizer(name: str) -> str:
     import difflib
 

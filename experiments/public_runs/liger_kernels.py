@@ -19,7 +19,7 @@ from experiments.public_runs.liger_case import (
     ids,
     randn,
 )
-from experiments.public_runs.liger_layers import GatedMlp, _rotated, rope_inputs
+from experiments.public_runs.liger_layers import GatedMlp, rope_inputs, rotated
 from llmem.trace.standins import liger_ops
 
 
@@ -85,7 +85,7 @@ def fused_linear_cross_entropy(s: Setting) -> Case:
 
 def rope(s: Setting) -> Case:
     q, k, cos, sin = rope_inputs(s)
-    return _rotated(s, q, k, lambda: liger_ops.rope(q, k, cos, sin), (cos, sin))
+    return rotated(s, q, k, lambda: liger_ops.rope(q, k, cos, sin), (cos, sin))
 
 
 def fused_add_rms_norm(s: Setting) -> Case:

@@ -182,7 +182,7 @@ def _heads(s: Setting) -> tuple[int, int, int, int]:
     return tokens, queries, keys, s.size("hidden_size") // queries
 
 
-def _rotated(
+def rotated(
     s: Setting, q: torch.Tensor, k: torch.Tensor, apply: Callable[[], Any], keep: Any
 ) -> Case:
     """Newer scripts run backward from the queries alone, older ones ask for both gradients."""
@@ -231,7 +231,7 @@ def rope(s: Setting) -> Case:
         turned_k = (k * c) + (rotate_half(k) * n)
         return turned_q, turned_k
 
-    return _rotated(s, q, k, apply, (cos, sin, positions))
+    return rotated(s, q, k, apply, (cos, sin, positions))
 
 
 def llama4_rope(s: Setting) -> Case:
@@ -247,7 +247,7 @@ def llama4_rope(s: Setting) -> Case:
         turned = [torch.view_as_real(p * frequencies[:, :, None, :]).flatten(3) for p in pairs]
         return tuple(t.type_as(like) for t, like in zip(turned, (q, k), strict=True))
 
-    return _rotated(s, q, k, apply, (frequencies, positions))
+    return rotated(s, q, k, apply, (frequencies, positions))
 
 
 def fused_moe(s: Setting) -> Case:

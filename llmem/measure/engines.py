@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,6 +206,22 @@ def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     )
     step.forward_context = MicroBatches(spec, step.forward_context, synchronise)
     return step
+
+
+def _checkpoint_calls(parts: list[Any]) -> None:
+    """Checkpoint the calls of FSDP's units, as a model did that held them as its layers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Checkpointed(FSDP):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            run = partial(super().__call__, **kwargs)
+            return self.module._gradient_checkpointing_func(run, *args)
+
+    for part in parts:
+        if isinstance(part.module, GradientCheckpointingLayer):
+            part.module.gradient_checkpointing = False
+            part.__class__ = Checkpointed
 
 
 def _wrap_policy(model: torch.nn.Module, spec: RunSpec) -> Any:

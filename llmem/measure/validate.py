@@ -57,7 +57,9 @@ def validate(
         predicted = _rank_of(estimate, measured["rank"])
         if on_cpu:
             rows += _cpu_rows(measured, predicted, spec.strategy)
-            rows += _boundary_rows(measured, predicted, estimate.trace, spec.strategy) if boundaries else ()
+            if boundaries:
+                base = predicted.table.base or estimate.trace
+                rows += _boundary_rows(measured, predicted, base, spec.strategy)
         else:
             rows += _cuda_rows(measured, predicted)
     return rows
@@ -136,6 +138,8 @@ def _boundary_rows(
     last = max((step for step, *_ in measured["boundaries"]), default=0)
     last_predicted = max((step for step, *_ in there), default=0)
     for step, phase, unit, edge, live in measured["boundaries"]:
+        if strategy == "fsdp" and phase == "backward":
+            continue  # the mark sits among FSDP1's hooks on the same tensor
         key = (last_predicted if step == last else step, phase, unit, edge)
         if key in there:
             name = f"boundary.{step}.{phase}.{unit}.{edge}"

@@ -41,12 +41,14 @@ def run(fields: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     from llmem.measure.engines import build
     from llmem.measure.marks import StepMarks
     from llmem.spec import make_spec
+    from llmem.trace.as_transformers import behave_like
     from llmem.trace.run import frees_by_reference_count, quiet
 
     recorder = recorder_of(job)
-    with quiet(), without_onednn():
+    spec = make_spec(**fields)
+    with quiet(), without_onednn(), behave_like(spec.as_transformers, lambda _: None):
         recorder.start()
-        wrapped = build(make_spec(**fields), job["device"])
+        wrapped = build(spec, job["device"])
         marks = StepMarks()
         wrapped.watch(marks)
         marks.watch_units(wrapped.blocks)

@@ -31,6 +31,8 @@ class RankTable:
     optimizer: dict[str, Any] = field(default_factory=dict)
     assumptions: list[str] = field(default_factory=list)
     ranks: tuple[int, ...] = (0,)
+    base: Trace | None = None
+    """The trace of a tensor-parallel rank before any pass, where it is not the estimate's own."""
 
 
 ENGINES = {

@@ -17,7 +17,7 @@ from llmem.parallel.fsdp1_flat import FlatParameter, flatten
 from llmem.parallel.fsdp1_pass import Fsdp1Options, Fsdp1Pass
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.parallel.units import Unit, units_of
-from llmem.spec import RunSpec
+from llmem.spec import RunSpec, checkpoints_reentrantly
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,7 @@ def options_of(spec: RunSpec) -> Fsdp1Options:
         free_after_forward=bool(spec.reshard_after_forward),
         prefetch=spec.backward_prefetch,
         use_orig_params=spec.use_orig_params,
+        reentrant=spec.gradient_checkpointing and checkpoints_reentrantly(spec.as_transformers),
     )
 
 
@@ -69,14 +70,13 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     options = options_of(spec)
     units = units_of(trace, wrapped_modules(trace, spec))
     flats = [_flat(unit, trace, spec) for unit in units]
-    editor = Fsdp1Pass(trace, units, flats, options).run
     notes = _notes(units, options, spec)
     tables = []
     for members, shards in _kinds(units, flats, spec):
         step = trace_optimizer(
             shards, spec, device_of(spec), steps=len(trace.step_ticks) - 1, clip=clip
         )
-        edited = editor()
+        edited = Fsdp1Pass(trace, units, flats, options).run()
         splice_optimizer(edited, shards, step)
         lifetimes, named = edited.finish()
         tables.append(RankTable(members[0], lifetimes, named, step.optimizer, notes, members))

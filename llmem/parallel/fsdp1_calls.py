@@ -24,8 +24,10 @@ class Hook(IntEnum):
     POST_FORWARD = 1
     ROOT_PRE_BACKWARD = 2
     PRE_BACKWARD = 3
-    PRE_FORWARD = 4
-    FINAL = 5
+    RESHARD_ONLY = 4
+    """A frozen unit's post-backward: a hook on its input, after those of the unit that made it."""
+    PRE_FORWARD = 5
+    FINAL = 6
 
 
 @dataclass(frozen=True)
@@ -84,34 +86,42 @@ class _Backward:
     ticks: np.ndarray
     after: np.ndarray
     owner: np.ndarray
+    recompute: np.ndarray
 
 
 def _backward_calls(trace: Trace, units: list[Unit]) -> Iterator[Call]:
     inside = [[j for j, u in enumerate(units) if _contains(v.name, u.name)] for v in units]
-    again: dict[tuple[int, int], list[int]] = {}
-    names = {unit.name: i for i, unit in enumerate(units)}
-    for span in trace.spans:
-        if span.phase is Phase.BACKWARD and trace.modules[span.module] in names:
-            again.setdefault((names[trace.modules[span.module]], span.step), []).append(span.exit)
+    again = _called_again(trace, units)
     for phase in _backwards(trace, units):
         for i, unit in enumerate(units):
             common = (i, phase.step, phase.micro)
+            done = Hook.POST_BACKWARD if unit.trainable else Hook.RESHARD_ONLY
             if unit.is_root:
                 yield Call(phase.start, Hook.ROOT_PRE_BACKWARD, *common)
-                yield Call(phase.end, Hook.POST_BACKWARD, *common)
+                yield Call(phase.end, done, *common)
                 continue
-            mine = np.flatnonzero(phase.owner == i)
+            mine = phase.owner == i
+            # A unit that checkpointing calls again has run that call before its backward starts.
+            first = np.flatnonzero(mine & ~phase.recompute if i in again else mine)
             # A frozen unit is done when the gradient of its input is: after the units inside it.
-            last = mine if unit.trainable else np.flatnonzero(np.isin(phase.owner, inside[i]))
-            left = [t for t in again.get((i, phase.step), []) if phase.start <= t < phase.end]
-            first = mine[phase.ticks[mine] >= max(left, default=0) // TICK * TICK]
+            last = np.flatnonzero(mine if unit.trainable else np.isin(phase.owner, inside[i]))
             if len(first):
                 nested = (False, _depth(unit.name))
-                start = max(int(phase.ticks[first[0]]), max(left, default=0))
-                yield Call(start, Hook.PRE_BACKWARD, *common, *nested)
+                yield Call(int(phase.ticks[first[0]]), Hook.PRE_BACKWARD, *common, *nested)
                 end = min(int(phase.after[last[-1]]), phase.end)
-                yield Call(end, Hook.POST_BACKWARD, *common, *nested)
+                yield Call(end, done, *common, *nested)
         yield Call(phase.end, Hook.FINAL, -1, phase.step, phase.micro)
+
+
+def _called_again(trace: Trace, units: list[Unit]) -> set[int]:
+    """The units whose calls, not only their ops, checkpointing runs again inside backward."""
+    names = {unit.name: i for i, unit in enumerate(units)}
+    found = {
+        names.get(trace.modules[span.module])
+        for span in trace.spans
+        if span.phase is Phase.BACKWARD
+    }
+    return {index for index in found if index is not None}
 
 
 def _contains(outer: str, inner: str) -> bool:
@@ -132,7 +142,7 @@ def _backwards(trace: Trace, units: list[Unit]) -> Iterator[_Backward]:
         count[step] += 1
         yield _Backward(
             step, micro, start, end, ops.tick[first:last], after[first:last],
-            owner[ops.module[first:last]],
+            owner[ops.module[first:last]], ops.recompute[first:last],
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.fsdp1_calls import Call, Hook, calls_of
 from llmem.parallel.fsdp1_flat import ITEMSIZE, FlatParameter
+from llmem.parallel.fsdp1_reentrant import leaf_of_recompute
 from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
 
@@ -43,15 +44,14 @@ class Fsdp1Options:
     """Arguments of ``FullyShardedDataParallel`` that change what is alive.
 
     ``free_after_forward``: FULL_SHARD (False: SHARD_GRAD_OP); ``prefetch``: ``BackwardPrefetch``.
-    ``grad_in_forward``: whether blocks' forwards run with gradients enabled (reentrant
-    checkpointing runs them without); ``inputs_require_grad``: whether the embedding's output does.
+    ``reentrant``: blocks are checkpointed by reentrant checkpointing around their calls, whose
+    forwards run without gradients and whose inputs all require them.
     """
 
     free_after_forward: bool = True
     prefetch: Prefetch = "pre"
     use_orig_params: bool = False
-    grad_in_forward: bool = True
-    inputs_require_grad: bool = False
+    reentrant: bool = False
 
 
 @dataclass
@@ -90,6 +90,7 @@ class Fsdp1Pass:
         self.editor = Editor(self.trace)
         self._gradients = gradient_rows(self.trace)
         self._added = added_gradients(self.trace)
+        self._held: list[int] = []
         self._handles = [
             None if flat is None else _Handle(unit, flat)
             for unit, flat in zip(self.units, self.flats, strict=True)
@@ -103,7 +104,7 @@ class Fsdp1Pass:
         self._lazy_init(calls[0])
         for call in calls:
             if call.hook is Hook.FINAL:
-                self._final(call.tick)
+                self._final(call.tick, sync=call.micro == last[call.step])
                 continue
             handle = self._handles[call.unit]
             if handle is None:
@@ -114,6 +115,8 @@ class Fsdp1Pass:
                 self._post_forward(handle, call)
             elif call.hook is Hook.POST_BACKWARD:
                 self._post_backward(handle, call, sync=call.micro == last[call.step])
+            elif call.hook is Hook.RESHARD_ONLY:
+                self._reshard_only(handle, call, sync=call.micro == last[call.step])
             else:
                 self._pre_backward(handle, call)
         return self.editor
@@ -154,7 +157,7 @@ class Fsdp1Pass:
         self._order.append(handle)
         root = handle.unit.is_root
         self._reshard(handle, call.tick, free=self.options.free_after_forward and not root)
-        if root or call.recompute or self.options.grad_in_forward:
+        if root or call.recompute or not self.options.reentrant:
             handle.ran_pre_backward = False
             handle.needs_pre_backward = root or self._output_requires_grad(handle.unit)
 
@@ -171,10 +174,6 @@ class Fsdp1Pass:
 
     def _post_backward(self, handle: _Handle, call: Call, *, sync: bool) -> None:
         handle.in_backward = False
-        if not handle.flat.trainable:
-            if self._input_requires_grad(handle.unit):  # else the final callback does it
-                self._after_backward(handle, call, sync=sync)
-            return
         made = self._flat_gradient(handle, call)
         self._after_backward(handle, call, sync=sync)
         if made is None:
@@ -186,16 +185,26 @@ class Fsdp1Pass:
         if sync:
             self._reduce(handle, made, call)
 
+    def _reshard_only(self, handle: _Handle, call: Call, *, sync: bool) -> None:
+        handle.in_backward = False
+        if self.options.reentrant and not handle.unit.is_root:
+            self._held += leaf_of_recompute(self.trace, handle.unit, call.step, call.tick)
+        if self._input_requires_grad(handle.unit):  # else the final callback does it
+            self._after_backward(handle, call, sync=sync)
+
     def _after_backward(self, handle: _Handle, call: Call, *, sync: bool) -> None:
         """``_post_backward_reshard``"""
         self._reshard(handle, call.tick, free=sync or self.options.free_after_forward)
         if self.options.prefetch == "post":
             self._prefetch(handle, call)
 
-    def _final(self, tick: int) -> None:
+    def _final(self, tick: int, *, sync: bool) -> None:
         """``_post_backward_final_callback``: what is still gathered is freed."""
+        for row in self._held:
+            self.editor.end(row, self.editor.at(tick))
+        self._held.clear()
         for handle in filter(None, self._handles):
-            self._reshard(handle, tick, free=True)
+            self._reshard(handle, tick, free=sync or self.options.free_after_forward)
             handle.ran_pre_backward = handle.needs_pre_backward = handle.in_backward = False
             handle.position = None
         self._order.clear()
@@ -330,8 +339,8 @@ class Fsdp1Pass:
     # -- small questions -------------------------------------------------------------------------
 
     def _input_requires_grad(self, unit: Unit) -> bool:
-        """Whether something trained ran before ``unit`` (or the embedding's output was marked)."""
-        if self.options.inputs_require_grad:
+        """Whether something trained ran before ``unit`` (or its input was made to require it)."""
+        if self.options.reentrant:
             return not unit.is_root
         start = _first_call(unit)
         return not unit.is_root and any(

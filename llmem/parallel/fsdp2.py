@@ -154,7 +154,8 @@ class Fsdp2Pass:
         """Every hook of a step, in no particular order."""
         for group in self.groups:
             unit = group.unit
-            before, after = (0, 3) if unit.is_root else (1, 2)
+            # Where nothing is allocated between two blocks, one still ends before the next starts.
+            before, after = (0, 3) if unit.is_root else (2, 1)
             for window in unit.forward.get(step, []):
                 yield _Hook(window.start, before, "pre_forward", group)
                 yield _Hook(window.end, after, "post_forward", group)

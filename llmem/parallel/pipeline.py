@@ -9,7 +9,7 @@ them (stage.py, schedules.py):
 * a stage has one receive buffer per micro-batch for its input (which autograd then keeps, no copy
   is made) and one for its output's gradient, allocated before the first step and kept;
 * the gradient of a stage's input lives until the rank's next backward is done, when the list of
-  sends that holds it is replaced;
+  sends that holds it is replaced (interleaved: all that was sent lives until the step is done);
 * parameters get their gradient from the first micro-batch, later ones are added in place;
 * the loss is computed in the last stage's forward and logits are dropped before backward; clipping
   and the optimizer see the rank's own parameters, and run for each rank.
@@ -45,9 +45,9 @@ def ranks(
     stages = stages_of(trace, spec.pp * per_rank)
     replicas = spec.gpus // spec.pp
     inner = spec.model_copy(update={"gpus": replicas, "pp": 1})
-    tables = []
+    tables, optimizers = [], _Optimizers(spec)
     for rank in range(spec.pp):
-        mine, notes = _rank_trace(stages, spec, rank, per_rank)
+        mine, notes = _rank_trace(stages, spec, rank, per_rank, optimizers)
         for table in make(mine, inner):
             everyone = tuple(rank * replicas + replica for replica in table.ranks)
             told = [*notes, *table.assumptions]
@@ -55,14 +55,31 @@ def ranks(
     return tables
 
 
-def _rank_trace(stages: Stages, spec: RunSpec, rank: int, per_rank: int) -> tuple[Trace, list[str]]:
+class _Optimizers:
+    """The traced optimizers; ranks whose parameters have the same shapes share one."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._known: dict[tuple[tuple[tuple[int, ...], str], ...], Trace] = {}
+
+    def of(self, shards: list[Shard]) -> Trace:
+        shapes = tuple((shard.shape, shard.dtype) for shard in shards)
+        if shapes not in self._known:
+            device = device_of(self._spec)
+            self._known[shapes] = trace_optimizer(shards, self._spec, device, steps=STEPS)
+        return self._known[shapes]
+
+
+def _rank_trace(
+    stages: Stages, spec: RunSpec, rank: int, per_rank: int, optimizers: _Optimizers
+) -> tuple[Trace, list[str]]:
     """The whole trace of one pipeline rank, optimizer included, and what was assumed."""
     order = actions(spec.pp_schedule, spec.pp, rank, spec.pipeline_micro_batches, per_rank)
     base = StageReplay(stages, spec, order).trace()
     shards = [Shard(p.key, p.name, p.shape, p.dtype) for p in base.parameters if p.trainable]
     if not shards:
         raise LlmemError(f"pipeline rank {rank} has nothing to train; use another --method or --pp")
-    step = trace_optimizer(shards, spec, device_of(spec), steps=STEPS)
+    step = optimizers.of(shards)
     editor = Editor(base)
     splice_optimizer(editor, shards, step)
     lifetimes, named = editor.finish()

@@ -57,9 +57,11 @@ class StageReplay:
         self._stages = stages
         self._spec = spec
         self._order = order
+        # The runtime of interleaved schedules keeps all its sends, and waits when the step is done.
+        self._waits_at_the_end = spec.pp_schedule == "interleaved"
         self._mine = {action.stage for action in order}
         self._source = stages.trace
-        self._holders = stages.holders()
+        self._holders = stages.holders
         self._now = (self._source.step_ticks[0] // TICK + 1) * TICK
         self._columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self._op_columns: list[list[NDArray[Any]]] = [[] for _ in OP_COLUMNS]
@@ -68,6 +70,8 @@ class StageReplay:
         self._ready: dict[tuple[int, int], int] = {}
         self._kept = self._persistent()
         self._tied = self._tied_keys()
+        self._embeddings = self._before_the_layers()
+        self._step, self._dropped = 0, int(NEVER)
 
     def trace(self) -> Trace:
         """Parameters, receive buffers and all steps."""
@@ -80,7 +84,11 @@ class StageReplay:
             step_ticks.append(self._now)
         for step, plan in enumerate(plans):
             self._fill(plan, plans[step + 1] if step + 1 < STEPS else None, step)
-        ops = [np.concatenate(parts).astype(k) for parts, k in zip(self._op_columns, OP_COLUMNS, strict=True)]
+        kinds: list[Any] = list(OP_COLUMNS)
+        ops: list[NDArray[Any]] = [
+            np.concatenate(parts).astype(kind)
+            for parts, kind in zip(self._op_columns, kinds, strict=True)
+        ]
         order = np.argsort(ops[4], kind="stable")
         position = np.empty(len(order), np.int64)
         position[order] = np.arange(len(order))
@@ -98,7 +106,7 @@ class StageReplay:
             phase_ticks=self._phases,
         )  # fmt: skip
 
-    # -- what is there before the first step -------------------------------------------------------
+    # -- what is there before the first step -----------------------------------------------------
 
     def _here(self, key: int) -> bool:
         return any(stage in self._mine for stage in self._holders[key])
@@ -124,7 +132,7 @@ class StageReplay:
             self._add_one(self._stages.hidden, self._now, int(NEVER), Category.COMMUNICATION)
             self._now += TICK
 
-    # -- one step: places first, then rows ------------------------------------------------------------
+    # -- one step: places first, then rows -------------------------------------------------------
 
     def _plan(self, step: int) -> _Plan:
         """Give every action of the step its ticks."""
@@ -168,7 +176,7 @@ class StageReplay:
             if action.forward:
                 self._forward(action, plan, first=step == 0 and action == self._order[0])
             else:
-                follower = after.get(action)
+                follower = None if self._waits_at_the_end else after.get(action)
                 sent = plan.copies[follower][0].end if follower else plan.end
                 self._backward(action, plan, sent, first=step == 0 and action == backwards[0])
 
@@ -202,7 +210,7 @@ class StageReplay:
         for copy in (prelude, body):
             births = copy.window.holds(table.birth) & ~self._kept
             if copy is prelude and stage > 0:
-                births &= ~self._of_the_first[table.module]
+                births &= ~self._embeddings[table.module]
             rows = np.flatnonzero(births)
             death = table.death[rows]
             # What dies in another stage's part (masks, positions) dies when this one's ends.
@@ -211,7 +219,8 @@ class StageReplay:
             for inside in (prelude, body, backward):
                 here = inside.window.holds(death)
                 later[here] = inside.move(death[here])
-            later[np.isin(rows, self._sent(stage))] = backward.end
+            held = plan.end if self._waits_at_the_end else backward.end
+            later[np.isin(rows, self._sent(stage))] = held
             self._add(rows, copy.move(table.birth), later, copy, full=False)
             self._copy_ops(copy, Phase.FORWARD)
         if first:
@@ -222,6 +231,9 @@ class StageReplay:
         [copy] = plan.copies[action]
         rows = np.flatnonzero(window.holds(table.birth) & ~self._kept)
         keys = self._gradient_keys(rows, action.stage)
+        tied = np.isin(table.key[rows], list(self._tied)) & (keys < 0)
+        # The sum of a tied parameter's two gradients is made nowhere.
+        rows, keys = (x[~tied | (table.category[rows] != Category.GRADIENT)] for x in (rows, keys))
         gradient = keys >= 0
         death = table.death[rows]
         later = np.full(len(rows), sent, np.int64)
@@ -241,7 +253,7 @@ class StageReplay:
         outputs = self._stages.outputs
         return outputs[stage] if stage < len(outputs) else np.empty(0, np.int64)
 
-    # -- which rows are what ----------------------------------------------------------------------------
+    # -- which rows are what ---------------------------------------------------------------------
 
     def _gradient_keys(self, rows: NDArray[np.int64], stage: int) -> NDArray[np.int64]:
         """The parameter whose gradient each row is, -1 for others.
@@ -296,20 +308,19 @@ class StageReplay:
         for row in np.flatnonzero(self._kept & Window(start, end).holds(table.birth)).tolist():
             self._add_one(int(table.nbytes[row]), copy.base + 1, int(NEVER), Category.WORKSPACE)
 
-    @property
-    def _of_the_first(self) -> Mask:
+    def _before_the_layers(self) -> Mask:
         """Modules before the first layer that have parameters: the embeddings."""
         names = {
             p.name.rpartition(".")[0] for p in self._source.parameters if 0 in self._holders[p.key]
         }
         return np.array([m in names for m in self._source.modules], np.bool_)
 
-    # -- adding --------------------------------------------------------------------------------------------
+    # -- adding ----------------------------------------------------------------------------------
 
     def _copy_ops(self, copy: _Copy, phase: Phase) -> None:
         ops = self._source.ops
         first, last = np.searchsorted(ops.tick, [copy.window.start, copy.window.end])
-        parts = (ops.name, ops.module, ops.phase, ops.step, ops.tick, ops.recompute)
+        parts: tuple[NDArray[Any], ...] = (ops.name, ops.module, ops.phase, ops.step, ops.tick, ops.recompute)
         for column, values in zip(self._op_columns, parts, strict=True):
             column.append(values[first:last].copy())
         self._op_columns[2][-1][:] = int(phase)

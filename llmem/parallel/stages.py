@@ -9,6 +9,7 @@ comes after the last layer belongs to the last stage.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,7 @@ class Stages:
         rows = self.outputs[0] if self.outputs else np.empty(0, np.int64)
         return int(self.trace.lifetimes.nbytes[rows].sum())
 
+    @cached_property
     def holders(self) -> dict[int, list[int]]:
         """Parameter key -> its stages. Tied embeddings are on the first and the last."""
         owner = {name: stage for stage, names in enumerate(self.names) for name in names}

@@ -32,7 +32,7 @@ def ranks(
         mine = trace if members[0] == 0 else _trace_as(members[0], trace, spec)
         for table in make(mine, inner):
             everyone = sorted(replica * spec.tp + rank for replica in table.ranks for rank in members)
-            tables.append(replace(table, rank=everyone[0], ranks=tuple(everyone)))
+            tables.append(replace(table, rank=everyone[0], ranks=tuple(everyone), base=mine))
     return sorted(tables, key=lambda table: table.rank)
 
 

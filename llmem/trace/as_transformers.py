@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from llmem.errors import LlmemError
+from llmem.trace import older_habits
 
 Note = Callable[[str], None]
 
@@ -21,7 +22,7 @@ def behave_like(version: str | None, note: Note) -> Iterator[None]:
     """transformers keeps the habits that it had in ``version`` (None: none but its own).
 
     ``note`` receives a sentence for each habit. Raises LlmemError if ``version`` is no version or
-    older than what is known (4.50).
+    older than what is known (4.39).
     """
     with ExitStack() as stack:
         if version is not None:
@@ -38,8 +39,8 @@ def _parse(version: str) -> tuple[int, int]:
     if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
         raise LlmemError(f"'{version}' is no version of transformers; write it as 4.51")
     found = int(parts[0]), int(parts[1])
-    if found < (4, 50):
-        raise LlmemError(f"what transformers {version} did is not known here; use 4.50 or later")
+    if found < (4, 39):
+        raise LlmemError(f"what transformers {version} did is not known here; use 4.39 or later")
     return found
 
 
@@ -124,7 +125,25 @@ def _contiguous_sdpa(asked: tuple[int, int]) -> Iterator[None]:
         AttentionInterface.register("sdpa", installed)
 
 
+def dress(model: torch.nn.Module, version: str | None, note: Note) -> None:
+    """Give ``model`` what models of that version had; ``note`` receives a sentence for each."""
+    if version is not None and hasattr(model, "get_output_embeddings"):
+        for sentence in older_habits.dress(model, _parse(version)):
+            note(f"as transformers {version}: {sentence}")
+
+
 _HABITS: tuple[tuple[tuple[int, int], Callable[[tuple[int, int]], Any], str], ...] = (
+    (
+        (4, 48),
+        older_habits.repeated_keys_for_flash,
+        "Mistral's flash attention gets keys and values repeated for all heads",
+    ),
+    (
+        (4, 50),
+        older_habits.shifted_logits,
+        "the loss copies the logits without the last token's",
+    ),
+    ((5, 0), older_habits.checkpoint_the_call, "checkpointing is around the calls of layers"),
     ((4, 53), _float_mask, "SDPA gets one additive mask for all layers"),
     ((4, 56), _cache_as_given, "the cache keeps the first keys and values without a copy"),
     ((4, 56), _contiguous_sdpa, "query, key and value are made contiguous before SDPA"),

@@ -9,7 +9,8 @@ import torch
 
 from llmem import models
 from llmem.errors import LlmemError
-from llmem.spec import RunSpec
+from llmem.spec import RunSpec, checkpoints_reentrantly
+from llmem.trace.as_transformers import dress
 from llmem.trace.batch import batch_maker
 from llmem.trace.mixed_precision import mixed_precision
 from llmem.trace.optimizers import OptimizerPlan, plan_optimizer
@@ -35,6 +36,7 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
     """
     notes: list[str] = []
     model = build_model(spec, device, notes)
+    dress(model, spec.as_transformers, notes.append)
     head = head_modules(model)
     if spec.method != "full":
         model = _with_adapters(model, spec, notes)
@@ -146,9 +148,14 @@ def _checkpoint(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None
             f"{type(model).__name__} does not support gradient checkpointing; "
             "leave --gradient-checkpointing out"
         )
+    reentrant = checkpoints_reentrantly(spec.as_transformers)
     # The RNG state is kept on the host; keeping it fails for meta tensors.
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
-    notes.append("gradient checkpointing: every layer, use_reentrant False (transformers' default)")
+    enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant, "preserve_rng_state": False})
+    if reentrant and spec.method != "full":  # as peft's and TRL's preparations do
+        model.enable_input_require_grads()  # type: ignore[operator]
+    notes.append(
+        f"gradient checkpointing: every layer, use_reentrant {reentrant} (transformers' default)"
+    )
 
 
 def head_modules(model: torch.nn.Module) -> set[str]:

@@ -62,6 +62,30 @@ def inside_engine(dtype: str, device: str) -> MixedPrecision:
     return MixedPrecision(_region(dtype, device), to_fp32)
 
 
+def adapters_first_seen_in_fp32(model: torch.nn.Module) -> None:
+    """In its first forward a LoRA layer casts its input to the dtype that its adapter is kept in.
+
+    peft asks for ``lora_A.weight.dtype`` before FSDP1 unshards ``lora_A``: at first a view of the
+    flat parameter as it was made, later one of the gathered parameter in the computed dtype.
+    """
+    for layer in model.modules():
+        adapters = getattr(layer, "lora_A", None)
+        kept = next(iter(adapters.parameters()), None) if hasattr(adapters, "parameters") else None
+        if kept is not None and hasattr(layer, "_cast_input_dtype"):
+            layer._cast_input_dtype = _Once(layer, kept.dtype)  # type: ignore[assignment]
+
+
+class _Once:
+    """Takes the place of a layer's ``_cast_input_dtype`` for one call."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        self._layer, self._dtype = layer, dtype
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        del self._layer._cast_input_dtype
+        return x.to(self._dtype)
+
+
 def _region(dtype: str, device: str) -> Callable[[], AbstractContextManager[Any]]:
     if device == "meta":
         return lambda: autocast_on_meta(dtype)

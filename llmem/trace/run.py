@@ -27,7 +27,7 @@ from llmem.trace.build import (
 )
 from llmem.trace.kernels import kernels_of, scratch_of
 from llmem.trace.micro_batch import one_micro_batch, without_optimizer
-from llmem.trace.mixed_precision import inside_engine
+from llmem.trace.mixed_precision import adapters_first_seen_in_fp32, inside_engine
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.recorder import Recorder
 from llmem.trace.standins.select import stand_ins_for
@@ -74,6 +74,7 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
         mixed = inside_engine(autocast, device)
         prepared.step.forward_context = mixed.forward_context
         prepared.step.outputs_of = mixed.outputs_of
+        adapters_first_seen_in_fp32(prepared.model)
     recorder = Recorder(
         devices=frozenset({device} if cuda else {"meta", "cpu"}),
         scratch=scratch_of(target, spec.as_torch) if cuda else None,
@@ -87,12 +88,12 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
         compute_in(prepared.model, compute_dtype)
     recorder.add_model(prepared.model)
     with ExitStack() as stack:
-        stack.enter_context(behave_like(spec.as_transformers, recorder.note))
         if device == "meta":
             stack.enter_context(kernels_of(target, recorder.note, spec.sdpa_backend, spec.as_torch))
             stack.enter_context(stand_ins_for(spec, prepared.model, target, recorder.note))
             stack.enter_context(multi_tensor_ops_on_meta())
             stack.enter_context(autocast_for("cuda" if target.is_cuda else "cpu"))
+        stack.enter_context(behave_like(spec.as_transformers, recorder.note))
         stack.enter_context(recorder.watch_composites(device))
         _run(prepared, recorder, stack, steps)
     trace = recorder.finish()

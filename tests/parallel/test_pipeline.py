@@ -10,7 +10,8 @@ import torch
 
 import llmem
 from llmem.errors import LlmemError
-from llmem.estimate import estimate
+from llmem.estimate import estimate, outside_allocator
+from llmem.gpu.devices import get_device
 from llmem.lifetimes import NEVER, TICK, Category, Lifetimes, Trace
 from llmem.parallel import engine
 from llmem.parallel.replay_stages import StageReplay
@@ -96,7 +97,8 @@ def test_interleaved_order() -> None:
         "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"
     )
     assert in_flight(order) == 5
-    assert most_alive(rank_trace(toy_trace(4), 2, 0, 4, "interleaved"), "tanh") == 5
+    # What was sent is held until the step is done: all eight outputs of two stages.
+    assert most_alive(rank_trace(toy_trace(4), 2, 0, 4, "interleaved"), "tanh") == 8
 
 
 def test_every_schedule_runs_every_micro_batch_once() -> None:
@@ -113,7 +115,7 @@ def test_every_schedule_runs_every_micro_batch_once() -> None:
 
 
 def spans(table: Lifetimes, trace: Trace) -> list[tuple[int, str, Category, int, int | None]]:
-    """(bytes, op, category, births before it, rank among deaths) of the first step's rows."""
+    """(bytes, op, category, birth, death) of the first step's rows; events numbered from 0."""
     events = table.events().tick.tolist()
     place = {tick: number for number, tick in enumerate(dict.fromkeys(events))}
     return [
@@ -140,11 +142,11 @@ def test_every_buffer_of_the_first_of_two_stages() -> None:
         (hidden, "mm", Category.ACTIVATION, 3, 5),
         (hidden, "tanh", Category.ACTIVATION, 4, 12),  # sent, held until B0 returns
         (hidden, "mm", Category.ACTIVATION, 6, 8),
-        (hidden, "tanh", Category.ACTIVATION, 7, 16),  # until B1 returns
+        (hidden, "tanh", Category.ACTIVATION, 7, 17),  # until B1 returns
         (hidden, "tanh_backward", Category.ACTIVATION_GRADIENT, 9, 11),
-        (weight, "mm", Category.GRADIENT, 10, 17),  # until the next step drops it
+        (weight, "mm", Category.GRADIENT, 10, 18),  # until the next step drops it
         (hidden, "tanh_backward", Category.ACTIVATION_GRADIENT, 13, 15),
-        (weight, "mm", Category.GRADIENT, 14, 15),  # added to the first one
+        (weight, "mm", Category.GRADIENT, 14, 16),  # added to the first one
     ]
 
 
@@ -189,6 +191,13 @@ def test_who_holds_which_parameters(tied: bool) -> None:
         gradients = (table.category == Category.GRADIENT) & (table.death == NEVER)
         weights = table.category == Category.PARAMETER
         assert table.nbytes[gradients].sum() == table.nbytes[weights].sum()
+
+
+def test_one_communicator_per_mesh_dimension() -> None:
+    device = get_device("h100-80gb")
+    spec = make_spec(model="gpt2", gpus=64, tp=8, pp=4, strategy="ddp", gpu="h100-80gb")
+    expected = sum(device.nccl(ranks).value for ranks in (2, 8, 4))
+    assert outside_allocator(device, spec)["nccl"] == expected
 
 
 def test_tensor_parallel_pipeline_with_replicas() -> None:
