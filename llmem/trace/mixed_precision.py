@@ -69,7 +69,7 @@ def adapters_first_seen_in_fp32(model: torch.nn.Module) -> None:
     flat parameter as it was made, later one of the gathered parameter in the computed dtype.
     """
     for layer in model.modules():
-        adapters = getattr(layer, "lora_A", None)
+        adapters: Any = getattr(layer, "lora_A", None)
         kept = next(iter(adapters.parameters()), None) if hasattr(adapters, "parameters") else None
         if kept is not None and hasattr(layer, "_cast_input_dtype"):
             layer._cast_input_dtype = _Once(layer, kept.dtype)  # type: ignore[assignment]
