@@ -216,7 +216,8 @@ def _checkpoint_calls(parts: list[Any]) -> None:
     class Checkpointed(FSDP):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             run = partial(super().__call__, **kwargs)
-            return self.module._gradient_checkpointing_func(run, *args)
+            module: Any = self.module
+            return module._gradient_checkpointing_func(run, *args)
 
     for part in parts:
         if isinstance(part.module, GradientCheckpointingLayer):
