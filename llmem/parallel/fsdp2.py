@@ -6,18 +6,14 @@ Read in torch/distributed/fsdp/_fully_shard (``_fsdp_param_group.py`` for the or
 * a parameter's shard is its chunk along dim 0, padded to ceil(d0/N) rows, in one storage;
 * unsharding a group allocates, on the copy-in stream, a flat input (only to change the dtype) and
   an all-gather output of N padded shards; waiting for it allocates one buffer per parameter on the
-  compute stream and copies out. In forward the all-gather output lives until the next group has
-  copied out (``wait_for_unshard`` holds the old one in a local) or the root ends; in backward it
-  is freed right after its own copy-out;
+  compute stream and copies out. In forward the all-gather output lives until the next group's
+  copy-out (or the root's end); in backward it is freed right after its own;
 * backward unshards the group, then prefetches the one that ran before it in forward;
 * after backward of a group its parameters are freed, the gradients are copied into one
   reduce-scatter input (reduce dtype, padded) and freed; the output, allocated on the
   reduce-scatter stream, is cast to the original dtype and its views become the gradients. The
   input lives until the next group reduces (or backward ends);
-* the root group (embedding, final norm, head) is not resharded after forward;
-* post-backward of a group runs when autograd has the gradients of its inputs. Where no input needs
-  one (the root; under LoRA the first block too) it runs at the end of backward, root first
-  (``_register_post_backward_hook``, ``_root_post_backward_final_callback``).
+* the root group (embedding, final norm, head) is not resharded after forward.
 """
 
 from __future__ import annotations
@@ -151,10 +147,8 @@ class Fsdp2Pass:
                 self._post_forward(hook.group, hook.tick, step)
             elif hook.name == "pre_backward":
                 self._pre_backward(hook.group, hook.tick, step)
-            elif hook.name == "post_backward":
-                self._post_backward(hook, step)
             else:
-                self._release_reduce_inputs(hook.tick)
+                self._post_backward(hook, step)
 
     def _hooks(self, step: int) -> Iterator[_Hook]:
         """Every hook of a step, in no particular order."""
@@ -165,23 +159,12 @@ class Fsdp2Pass:
             for window in unit.forward.get(step, []):
                 yield _Hook(window.start, before, "pre_forward", group)
                 yield _Hook(window.end, after, "post_forward", group)
-        yield from self._backward_hooks(step)
-
-    def _backward_hooks(self, step: int) -> Iterator[_Hook]:
-        root = next((g.unit for g in self.groups if g.unit.is_root), None)
-        whole = root.backward.get(step, []) if root is not None else []
-        for group in self.groups:
-            unit = group.unit
             windows = unit.backward.get(step, [])
+            before, after = (5, 9) if unit.is_root else (6, 4)
             for micro, window in enumerate(windows):
                 last = micro == len(windows) - 1
-                yield _Hook(window.start, 5 if unit.is_root else 6, "pre_backward", group)
-                end, after = window.end, 4
-                if unit.is_root or not self._inputs_need_gradients(unit, step):
-                    end, after = whole[micro].end if whole else end, 9
-                yield _Hook(end, after, "post_backward", group, micro, last)
-                if unit.is_root and last:
-                    yield _Hook(window.end, 10, "end_backward", group)
+                yield _Hook(window.start, before, "pre_backward", group)
+                yield _Hook(window.end, after, "post_backward", group, micro, last)
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -189,8 +172,8 @@ class Fsdp2Pass:
         self._unshard(group, tick, Phase.FORWARD, step)
         if group.all_gather_output is None:
             return
-        self._copy_out(group, tick)
         self._release_held_output(tick)
+        self._copy_out(group, tick)
         self._held_output, group.all_gather_output = group.all_gather_output, None
 
     def _post_forward(self, group: _Group, tick: int, step: int) -> None:
@@ -226,6 +209,8 @@ class Fsdp2Pass:
         self._release_reduce_inputs(tick)
         if mine:
             self._reduce(group, mine, tick, step)
+        if group.unit.is_root:
+            self._release_reduce_inputs(tick)
 
     def _accumulate(self, hook: _Hook, mine: list[tuple[Parameter, int]], step: int) -> None:
         """Gradients kept between micro-batches have the reduce dtype.
