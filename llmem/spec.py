@@ -84,6 +84,9 @@ class RunSpec(BaseModel):
     lora_target_modules: str | tuple[str, ...] | None = Field(
         None, description="names, 'all-linear', or None for peft's default of the model"
     )
+    autocast_adapter_dtype: bool = Field(
+        True, description="peft's argument: adapters of 16-bit models are fp32 (always off < 0.12)"
+    )
 
     gpus: int = Field(1, ge=1, description="processes, one GPU each")
     strategy: Strategy = "none"
@@ -154,11 +157,22 @@ class RunSpec(BaseModel):
 
 
 def checkpoints_reentrantly(as_transformers: str | None) -> bool:
-    """Whether that version's gradient checkpointing is the reentrant one, around whole layer calls.
+    """Whether that version's gradient checkpointing is the reentrant one.
 
     transformers/modeling_utils.py: ``use_reentrant`` is True by default until 4.57, False since 5.0.
     """
     return as_transformers is not None and as_transformers.startswith("4.")
+
+
+def checkpoints_calls(as_transformers: str | None) -> bool:
+    """Whether it is around the calls of layers, outside of what wraps a layer (FSDP1), until 4.52.
+
+    Since ``GradientCheckpointingLayer`` (4.53) the layer does it itself.
+    """
+    if as_transformers is None or not checkpoints_reentrantly(as_transformers):
+        return False
+    minor = as_transformers.split(".")[1]
+    return minor.isdecimal() and int(minor) < 53
 
 
 def _unknown_optimizer(name: str) -> str:

@@ -95,7 +95,7 @@ def against_profiler(spec: RunSpec) -> Profiled:
     real, when = profile.peak()
     quiet, quiet_when = profile.peak(scratch)
     at_peak = Counter(
-        f"{profile.blocks[i].nbytes} bytes in {profile.blocks[i].within}"
+        f"{profile.blocks[i].nbytes} bytes in {profile.blocks[i].within[0]}"
         for i in profile.alive(when)
         if i in scratch
     )
@@ -134,7 +134,7 @@ def _unmatched(
     left = [block for block in kept if not take(block, block.ops)]
     # Checkpointing stops a recomputation inside its last op, which frees its own output then.
     for block in (profile.blocks[index] for index in sorted(scratch)):
-        take(block, (block.within or "",))
+        take(block, block.ops)
     left = [block for block in left if not take(block, list(predicted.get(block.nbytes, ())))]
     only_real = Counter(f"{b.nbytes} bytes of {b.ops[0] if b.ops else NUMBER}" for b in left)
     only_predicted = Counter(f"{n} bytes of {op}" for n, ops in predicted.items() for op in ops)

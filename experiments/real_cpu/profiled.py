@@ -6,7 +6,7 @@ run. The profiler reports the allocations of the CPU allocator, kernel scratch i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,15 @@ from llmem.trace.run import frees_by_reference_count, quiet
 class Block:
     """One allocation: bytes, start and end (ns; end is None if it outlives the profile).
 
-    ``ops`` are the ops running when it was made, outermost first; ``within`` is the innermost of
-    them that was still the same call when the block was freed.
+    ``ops`` are the ops running when it was made, outermost first; ``within`` are those of them
+    that were still the same call when the block was freed.
     """
 
     nbytes: int
     born: int
     died: int | None
     ops: tuple[str, ...]
-    within: str | None
+    within: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Profile:
         return self.before + int(curve[top]), moves[top][0]
 
     def scratch(self, recorded: set[str]) -> frozenset[int]:
-        """Indices of blocks freed by the very call that made them, of an op named in ``recorded``.
+        """Indices of blocks made and freed inside one call of an op named in ``recorded``.
 
         A recorder sees such a call as one op, so what lives and dies inside is its kernel's own.
         """
-        return frozenset(i for i, block in enumerate(self.blocks) if block.within in recorded)
+        return frozenset(i for i, b in enumerate(self.blocks) if not recorded.isdisjoint(b.within))
 
     def alive(self, when: int) -> list[int]:
         """Indices of the blocks alive at ``when`` (ns)."""
@@ -109,11 +109,11 @@ def _blocks(profiler: Any) -> list[Block]:
         if fields.alloc_size > 0:
             open_blocks[fields.ptr] = len(blocks)
             names = tuple(call.name for call in stack)
-            blocks.append(Block(fields.alloc_size, when, None, names, None))
+            blocks.append(Block(fields.alloc_size, when, None, names))
         elif (index := open_blocks.pop(fields.ptr, None)) is not None:
             block = blocks[index]
-            within = next((c.name for c in reversed(stack) if c.start <= block.born), None)
-            blocks[index] = Block(block.nbytes, block.born, when, block.ops, within)
+            within = tuple(call.name for call in stack if call.start <= block.born)
+            blocks[index] = replace(block, died=when, within=within)
     return blocks
 
 

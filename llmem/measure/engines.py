@@ -18,7 +18,7 @@ from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
 from llmem.measure.cpu_memory import HOST
 from llmem.measure.marks import Mark
-from llmem.spec import RunSpec
+from llmem.spec import RunSpec, checkpoints_calls
 from llmem.trace import tensor_parallel
 from llmem.trace.build import Prepared, blocks_of, prepare
 from llmem.trace.mixed_precision import inside_engine
@@ -192,6 +192,8 @@ def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
         if flat is not None and flat.requires_grad:
             flat.data = flat.data.float()
             part._handle._orig_param_dtype = torch.float32
+    if spec.gradient_checkpointing and checkpoints_calls(spec.as_transformers):
+        _checkpoint_calls(FSDP.fsdp_modules(sharded))
 
     def synchronise(last: bool) -> AbstractContextManager[Any]:
         unit: Any

@@ -40,6 +40,7 @@ ENGINES = {
     "ddp": "llmem.parallel.ddp",
     "fsdp": "llmem.parallel.fsdp1",
     "fsdp2": "llmem.parallel.fsdp2_ranks",
+    "gemini": "llmem.parallel.gemini",
     "zero1": "llmem.parallel.zero",
     "zero2": "llmem.parallel.zero",
     "zero3": "llmem.parallel.zero",

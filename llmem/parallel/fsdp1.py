@@ -17,7 +17,7 @@ from llmem.parallel.fsdp1_flat import FlatParameter, flatten
 from llmem.parallel.fsdp1_pass import Fsdp1Options, Fsdp1Pass
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.parallel.units import Unit, units_of
-from llmem.spec import RunSpec, checkpoints_reentrantly
+from llmem.spec import RunSpec, checkpoints_calls, checkpoints_reentrantly
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,9 @@ def options_of(spec: RunSpec) -> Fsdp1Options:
         free_after_forward=bool(spec.reshard_after_forward),
         prefetch=spec.backward_prefetch,
         use_orig_params=spec.use_orig_params,
-        reentrant=spec.gradient_checkpointing and checkpoints_reentrantly(spec.as_transformers),
+        reentrant=spec.gradient_checkpointing and checkpoints_calls(spec.as_transformers),
+        inputs_require_grad=spec.gradient_checkpointing
+        and checkpoints_reentrantly(spec.as_transformers),
     )
 
 

@@ -45,13 +45,15 @@ class Fsdp1Options:
 
     ``free_after_forward``: FULL_SHARD (False: SHARD_GRAD_OP); ``prefetch``: ``BackwardPrefetch``.
     ``reentrant``: blocks are checkpointed by reentrant checkpointing around their calls, whose
-    forwards run without gradients and whose inputs all require them.
+    forwards run without gradients. ``inputs_require_grad``: the embedding's output does, whatever
+    is trained (reentrant checkpointing needs it).
     """
 
     free_after_forward: bool = True
     prefetch: Prefetch = "pre"
     use_orig_params: bool = False
     reentrant: bool = False
+    inputs_require_grad: bool = False
 
 
 @dataclass
@@ -340,7 +342,7 @@ class Fsdp1Pass:
 
     def _input_requires_grad(self, unit: Unit) -> bool:
         """Whether something trained ran before ``unit`` (or its input was made to require it)."""
-        if self.options.reentrant:
+        if self.options.inputs_require_grad:
             return not unit.is_root
         start = _first_call(unit)
         return not unit.is_root and any(

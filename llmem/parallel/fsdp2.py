@@ -255,9 +255,7 @@ class Fsdp2Pass:
             flat = ceil(flat * self.options.shard_size / ranks)
         temporary = None
         if self.options.param_dtype is not None:
-            temporary = editor.add(
-                flat, editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM
-            )
+            temporary = editor.add(flat, editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM)
         group.all_gather_output = editor.add(
             flat * ranks, editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM
         )

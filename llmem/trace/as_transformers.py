@@ -143,7 +143,7 @@ _HABITS: tuple[tuple[tuple[int, int], Callable[[tuple[int, int]], Any], str], ..
         older_habits.shifted_logits,
         "the loss copies the logits without the last token's",
     ),
-    ((5, 0), older_habits.checkpoint_the_call, "checkpointing is around the calls of layers"),
+    ((4, 53), older_habits.checkpoint_the_call, "checkpointing is around the calls of layers"),
     ((4, 53), _float_mask, "SDPA gets one additive mask for all layers"),
     ((4, 56), _cache_as_given, "the cache keeps the first keys and values without a copy"),
     ((4, 56), _contiguous_sdpa, "query, key and value are made contiguous before SDPA"),

@@ -20,20 +20,27 @@ def batch_maker(model: torch.nn.Module, spec: RunSpec, device: str) -> Callable[
     int64 tensors of shape [batch, tokens]: input_ids, attention_mask (all ones: every sequence
     has full length) and labels, as a collator makes them; sequence classification has labels
     [batch]. On ``cpu`` the ids are random and copied at each call, as a loader's batch would be.
-    Raises LlmemError when the sequence is longer than a model with learned positions allows.
+    Raises LlmemError when the sequence is longer than a model with learned positions allows, and
+    for a module without a config, whose inputs nobody knows.
     """
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise LlmemError(
+            f"{type(model).__name__} has no config that tells its inputs; "
+            "trace a step() of your own over it: llmem.trace(step, model=model)"
+        )
     limit = max_positions(config)
     size = (spec.per_device_train_batch_size, spec.seq_length)
     if limit is not None and spec.seq_length > limit:
+        name = spec.model if isinstance(spec.model, str) else config.model_type
         raise LlmemError(
-            f"{spec.seq_length} tokens are more than the {limit} positions that {spec.model} has "
+            f"{spec.seq_length} tokens are more than the {limit} positions that {name} has "
             f"learned; use -s {limit} or less"
         )
     shapes: dict[str, tuple[int, ...]] = {"input_ids": size, "attention_mask": size}
-    architecture = type(getattr(model, "base_model", model)).__name__
-    names = {type(m).__name__ for m in (model, getattr(model, "base_model", model))}
-    is_classifier = any(n.endswith("ForSequenceClassification") for n in names | {architecture})
+    # Wrappers such as peft's hold the classifier inside.
+    classes_inside = (type(module).__name__ for module in model.modules())
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in classes_inside)
     shapes["labels"] = size[:1] if is_classifier else size
     vocabulary = int(getattr(config.get_text_config(), "vocab_size", 2) or 2)
     classes = int(getattr(config, "num_labels", 2)) if is_classifier else vocabulary

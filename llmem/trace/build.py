@@ -112,7 +112,11 @@ def _with_adapters(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> t
         task_type="CAUSAL_LM" if "CausalLM" in type(model).__name__ else None,
     )
     try:
-        adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+        adapted = get_peft_model(
+            model,  # type: ignore[arg-type]
+            config,
+            autocast_adapter_dtype=spec.autocast_adapter_dtype,
+        )
     except ValueError as error:
         raise LlmemError(f"peft refuses this LoRA: {str(error).splitlines()[0]}") from error
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)

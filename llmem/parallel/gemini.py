@@ -1,0 +1,235 @@
+"""Colossal-AI's Gemini, placement ``cuda``, as LLMem ran it (0.3.0, commit d4fb7bf).
+
+Read in the notes on colossalai/zero/gemini (``chunk/chunk.py``, ``gemini_ddp.py``,
+``gemini_optimizer.py``) and colossalai/nn/optimizer/hybrid_adam.py:
+
+* parameters lie in 16-bit chunks and, as masters, in fp32 chunks of the same elements; each rank
+  holds 1/N of a chunk (``llmem.baselines.gemini_chunks`` finds sizes and members);
+* the first op of forward that uses a parameter gathers its chunk, which replaces the shard. Nothing
+  is evicted under this placement, so it stays until backward has reduced it;
+* a finished gradient is copied over its parameter's place in the chunk and freed (an empty tensor of
+  its size, whose storage is freed at once, goes on to autograd). When all of a chunk are in, they
+  are reduce-scattered to a new shard and the chunk is freed; the shard is searched for infinities;
+* all_gather and reduce_scatter are given lists, which NCCL's process group of torch 2.0 flattens to
+  one more buffer of the chunk's size;
+* HybridAdam updates the slices of parameters in this rank's fp32 shards in place; its two states are
+  zeros like each slice, made in the first step;
+* with one rank (LLMem's change), or if all parameters are fewer than the smallest chunk, chunks stay
+  gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llmem.baselines.gemini_chunks import (
+    MI_ELEMENTS,
+    Chunk,
+    assign_chunks,
+    search_chunk_size,
+)
+from llmem.errors import LlmemError
+from llmem.lifetimes import Category, Parameter, Phase, Touch, Trace
+from llmem.parallel import RankTable
+from llmem.parallel.editor import Editor
+from llmem.parallel.gradients import gradient_rows
+from llmem.spec import RunSpec
+
+HALF, FULL = 2, 4
+"""Bytes of an element in the two kinds of chunks."""
+STATES = 2
+"""exp_avg and exp_avg_sq."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The chunks of a model's parameters on ``ranks`` ranks; ``kept``: they stay gathered."""
+
+    parameters: tuple[Parameter, ...]
+    chunks: tuple[Chunk, ...]
+    ranks: int
+    kept: bool
+
+    def shard(self, chunk: Chunk) -> int:
+        """Elements of ``chunk`` that a rank holds."""
+        return chunk.elements if self.kept else chunk.elements // self.ranks
+
+    def slices(self, rank: int) -> tuple[int, ...]:
+        """Elements of each parameter's part in ``rank``'s shards, the empty ones left out."""
+        found = []
+        for chunk in self.chunks:
+            size = self.shard(chunk)
+            first = 0 if self.kept else rank * size
+            start = 0
+            for index in chunk.members:
+                end = start + self.parameters[index].numel
+                inside = min(end, first + size) - max(start, first)
+                if inside > 0:
+                    found.append(inside)
+                start = end
+        return tuple(found)
+
+
+def layout_of(
+    parameters: list[Parameter], ranks: int, *, min_chunk: int = 32 * MI_ELEMENTS
+) -> Layout:
+    """Chunks for ``parameters`` in the order of ``model.parameters()``, tied ones once.
+
+    ``min_chunk`` in elements: Gemini's ``min_chunk_size_mb`` of 32 (which it does not mean as MB).
+    """
+    numels = [p.numel for p in parameters]
+    size = search_chunk_size(numels, min_chunk=min_chunk, dp_degree=ranks)
+    chunks = assign_chunks(numels, size, ranks)
+    kept = ranks == 1 or sum(numels) < min_chunk
+    return Layout(tuple(parameters), tuple(chunks), ranks, kept)
+
+
+def compute_dtype(spec: RunSpec) -> str:
+    """GeminiPlugin's ``precision``: fp16, or bf16 if asked for."""
+    return spec.autocast_dtype or "float16"
+
+
+def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
+    """Raises LlmemError for what Gemini 0.3.0 has not, or what is not modelled of it."""
+    if spec.offload != "none":
+        raise LlmemError("of Gemini only placement 'cuda' is modelled; leave --offload out")
+    if spec.gradient_accumulation_steps > 1:
+        raise LlmemError(
+            "Gemini 0.3.0 does not accumulate gradients; use --gradient-accumulation-steps 1"
+        )
+    if not all(p.trainable for p in trace.parameters):
+        raise LlmemError("Gemini 0.3.0 trains all parameters; use --method full, or zero3")
+    layout = layout_of(trace.parameters, spec.gpus)
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(spec.gpus):
+        kinds.setdefault(layout.slices(rank), []).append(rank)
+    notes = [
+        f"gemini: Colossal-AI 0.3.0, placement cuda, {len(layout.chunks)} chunks of up to "
+        f"{max(c.elements for c in layout.chunks):,} elements, "
+        f"{'kept gathered' if layout.kept else f'1/{spec.gpus} on each rank'}",
+        "gemini: HybridAdam in place of --optim; clipping scales inside its kernel",
+    ]
+    tables = []
+    for slices, members in kinds.items():
+        editor = GeminiPass(trace, layout).run()
+        optimizer = _states(editor, slices)
+        lifetimes, named = editor.finish()
+        tables.append(RankTable(members[0], lifetimes, named, optimizer, notes, tuple(members)))
+    return tables
+
+
+@dataclass
+class GeminiPass:
+    """Plays the chunks' lives over a trace."""
+
+    trace: Trace
+    layout: Layout
+    _held: dict[int, int] = field(default_factory=dict)
+    """Chunk -> its shard or gathered buffer."""
+
+    def run(self) -> Editor:
+        trace = self.trace
+        self.editor = Editor(trace)
+        self.editor.drop(np.unique(np.array([p.row for p in trace.parameters], np.int64)))
+        for index, chunk in enumerate(self.layout.chunks):
+            size = self.layout.shard(chunk)
+            self._held[index] = self._add(HALF * size, 0, category=Category.PARAMETER)
+            self._add(FULL * size, 0, category=Category.PARAMETER)
+        events = [*self._first_uses(), *self._finished_gradients()]
+        for tick, index, step, parameter in sorted(events, key=lambda event: event[0]):
+            if parameter is None:
+                self._gather(index, tick, step)
+            else:
+                self._gradient(index, tick, step, parameter)
+        return self.editor
+
+    # -- what happens when -------------------------------------------------------------------------
+
+    def _first_uses(self) -> list[tuple[int, int, int, Parameter | None]]:
+        """(tick, chunk, step, None) for the first op of each step's forward that reads a chunk."""
+        if self.layout.kept:
+            return []
+        trace = self.trace
+        found: list[tuple[int, int, int, Parameter | None]] = []
+        reads = trace.touch_kind == Touch.READ
+        forward = trace.ops.phase == int(Phase.FORWARD)
+        for index, chunk in enumerate(self.layout.chunks):
+            rows = [self.layout.parameters[m].row for m in chunk.members]
+            ops = np.unique(trace.touch_op[reads & np.isin(trace.touch_row, rows)])
+            ops = ops[forward[ops]]
+            for step in np.unique(trace.ops.step[ops]).tolist():
+                first = ops[trace.ops.step[ops] == step][0]
+                found.append((int(trace.ops.tick[first]), index, step, None))
+        return found
+
+    def _finished_gradients(self) -> list[tuple[int, int, int, Parameter | None]]:
+        chunk_of = {
+            self.layout.parameters[m].key: index
+            for index, chunk in enumerate(self.layout.chunks)
+            for m in chunk.members
+        }
+        by_key = {p.key: p for p in self.layout.parameters}
+        self._rows = gradient_rows(self.trace)
+        self._waiting: dict[tuple[int, int], int] = {}
+        found: list[tuple[int, int, int, Parameter | None]] = []
+        for (step, key), tick in self.trace.gradient_ready.items():
+            if (step, key) in self._rows:
+                index = chunk_of[key]
+                self._waiting[step, index] = self._waiting.get((step, index), 0) + 1
+                found.append((tick, index, step, by_key[key]))
+        return found
+
+    # -- a chunk's life ----------------------------------------------------------------------------
+
+    def _gather(self, index: int, tick: int, step: int) -> None:
+        editor, nbytes = self.editor, HALF * self.layout.chunks[index].elements
+        op = editor.op("all_gather", "", Phase.FORWARD, step, editor.at(tick))
+        whole = self._add(nbytes, tick, op=op)
+        editor.free(self._add(nbytes, tick, op=op), tick)
+        editor.free(self._held[index], tick)
+        self._held[index] = whole
+
+    def _gradient(self, index: int, tick: int, step: int, parameter: Parameter) -> None:
+        row = self._rows[step, parameter.key]
+        self.editor.free(self._add(int(self.trace.lifetimes.nbytes[row]), tick), tick)
+        self._waiting[step, index] -= 1
+        if not self._waiting[step, index]:
+            self._reduce(index, tick, step)
+        self.editor.end(row, self.editor.at(tick))
+
+    def _reduce(self, index: int, tick: int, step: int) -> None:
+        editor, chunk = self.editor, self.layout.chunks[index]
+        searched = chunk.used
+        if not self.layout.kept:
+            searched = self.layout.shard(chunk)
+            op = editor.op("reduce_scatter", "", Phase.BACKWARD, step, editor.at(tick))
+            shard = self._add(HALF * searched, tick, op=op, category=Category.PARAMETER)
+            editor.free(self._add(HALF * chunk.elements, tick, op=op), tick)
+            editor.free(self._held[index], tick)
+            self._held[index] = shard
+        # isinf is abs() == inf: a 16-bit tensor and a bool one
+        temporaries = [self._add(size * searched, tick) for size in (HALF, 1)]
+        editor.free(temporaries, tick)
+
+    def _add(
+        self, nbytes: int, tick: int, *, op: int = -1, category: Category = Category.COMMUNICATION
+    ) -> int:
+        return self.editor.add(nbytes, self.editor.at(tick), op=op, category=category)
+
+
+def _states(editor: Editor, slices: tuple[int, ...]) -> dict[str, Any]:
+    """HybridAdam in place of the recorded clipping and optimizer; what ``RankTable`` tells of it."""
+    trace = editor.trace
+    ticks = np.array([tick for tick, _, _ in trace.phase_ticks])
+    phases = np.array([int(phase) for _, phase, _ in trace.phase_ticks])
+    born = phases[np.searchsorted(ticks, trace.lifetimes.birth, side="right") - 1]
+    editor.drop(np.isin(born, [int(Phase.CLIP), int(Phase.OPTIMIZER)]))
+    first = next(t for t, phase, _ in trace.phase_ticks if phase is Phase.OPTIMIZER)
+    for numel in slices:
+        for _ in range(STATES):
+            editor.add(FULL * numel, editor.at(first), category=Category.OPTIMIZER_STATE)
+    elements = STATES * sum(slices)
+    return {"name": "HybridAdam", "state_elements": elements, "state_bytes": FULL * elements}
