@@ -6,8 +6,8 @@ Read in torch/distributed/fsdp/_fully_shard (``_fsdp_param_group.py`` for the or
 * a parameter's shard is its chunk along dim 0, padded to ceil(d0/N) rows, in one storage;
 * unsharding a group allocates, on the copy-in stream, a flat input (only to change the dtype) and
   an all-gather output of N padded shards; waiting for it allocates one buffer per parameter on the
-  compute stream and copies out. In forward the all-gather output lives until the next group's
-  copy-out (or the root's end); in backward it is freed right after its own;
+  compute stream and copies out. In forward the all-gather output lives until after the next
+  group's copy-out (or the root's end); in backward it is freed right after its own;
 * backward unshards the group, then prefetches the one that ran before it in forward;
 * after backward of a group its parameters are freed, the gradients are copied into one
   reduce-scatter input (reduce dtype, padded) and freed; the output, allocated on the
@@ -108,6 +108,7 @@ class Fsdp2Pass:
         self.trace = trace
         self.options = options
         self.masters = masters
+        self.root = units[0]
         self.groups = [_Group(unit) for unit in units if unit.parameters]
         self._held_output: int | None = None
         self._reduce_inputs: list[int] = []
@@ -149,6 +150,8 @@ class Fsdp2Pass:
                 self._pre_backward(hook.group, hook.tick, step)
             else:
                 self._post_backward(hook, step)
+            if hook is hooks[-1]:  # the end of ``_root_post_backward_final_callback``
+                self._release_reduce_inputs(hook.tick)
 
     def _hooks(self, step: int) -> Iterator[_Hook]:
         """Every hook of a step, in no particular order."""
@@ -163,8 +166,13 @@ class Fsdp2Pass:
             before, after = (5, 9) if unit.is_root else (6, 4)
             for micro, window in enumerate(windows):
                 last = micro == len(windows) - 1
+                end = window.end
+                if not unit.is_root and end == self.root.backward[step][micro].end:
+                    # Its inputs need no gradient, so it waits for the callback at the end of
+                    # backward (``_root_post_backward_final_callback``), where the root is first.
+                    after = 10
                 yield _Hook(window.start, before, "pre_backward", group)
-                yield _Hook(window.end, after, "post_backward", group, micro, last)
+                yield _Hook(end, after, "post_backward", group, micro, last)
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -172,8 +180,9 @@ class Fsdp2Pass:
         self._unshard(group, tick, Phase.FORWARD, step)
         if group.all_gather_output is None:
             return
-        self._release_held_output(tick)
+        # ``wait_for_unshard`` drops the one held before, but its own local keeps it to the end.
         self._copy_out(group, tick)
+        self._release_held_output(tick)
         self._held_output, group.all_gather_output = group.all_gather_output, None
 
     def _post_forward(self, group: _Group, tick: int, step: int) -> None:
@@ -209,8 +218,6 @@ class Fsdp2Pass:
         self._release_reduce_inputs(tick)
         if mine:
             self._reduce(group, mine, tick, step)
-        if group.unit.is_root:
-            self._release_reduce_inputs(tick)
 
     def _accumulate(self, hook: _Hook, mine: list[tuple[Parameter, int]], step: int) -> None:
         """Gradients kept between micro-batches have the reduce dtype.
@@ -307,9 +314,7 @@ class Fsdp2Pass:
         elements = sum(padded_shard(p, ranks) for p, _ in mine)
         name = group.unit.name
         self._reduce_inputs.append(
-            editor.add(
-                elements * ranks * ITEMSIZE[reduced], editor.at(tick), module=name, op=op
-            )
+            editor.add(elements * ranks * ITEMSIZE[reduced], editor.at(tick), module=name, op=op)
         )
         if group.accumulated:
             editor.free(group.accumulated, tick)
@@ -353,9 +358,7 @@ class Fsdp2Pass:
 
     def _post_forward_order(self, step: int) -> list[_Group]:
         ran = [g for g in self.groups if step in g.unit.forward]
-        return sorted(
-            ran, key=lambda g: (g.unit.forward[step][-1].end, 1 if g.unit.is_root else 0)
-        )
+        return sorted(ran, key=lambda g: (g.unit.forward[step][-1].end, 1 if g.unit.is_root else 0))
 
     def _release_reduce_inputs(self, tick: int) -> None:
         while self._reduce_inputs:

@@ -37,22 +37,15 @@ def batch_maker(model: torch.nn.Module, spec: RunSpec, device: str) -> Callable[
             f"{spec.seq_length} tokens are more than the {limit} positions that {name} has "
             f"learned; use -s {limit} or less"
         )
-    shapes: dict[str, tuple[int, ...]] = {"input_ids": size, "attention_mask": size}
     # Wrappers such as peft's hold the classifier inside.
     classes_inside = (type(module).__name__ for module in model.modules())
     is_classifier = any(name.endswith("ForSequenceClassification") for name in classes_inside)
-    shapes["labels"] = size[:1] if is_classifier else size
     vocabulary = int(getattr(config.get_text_config(), "vocab_size", 2) or 2)
     classes = int(getattr(config, "num_labels", 2)) if is_classifier else vocabulary
 
-    if device == "meta":
-        return lambda: {
-            name: torch.empty(shape, dtype=torch.int64, device="meta")
-            for name, shape in shapes.items()
-        }
-    host: Batch = {
-        "input_ids": torch.randint(0, vocabulary, size),
-        "attention_mask": torch.ones(size, dtype=torch.int64),
-        "labels": torch.randint(0, classes, shapes["labels"]),
+    made: Batch = {
+        "input_ids": torch.randint(0, vocabulary, size, device=device),
+        "attention_mask": torch.ones(size, dtype=torch.int64, device=device),
+        "labels": torch.randint(0, classes, size[:1] if is_classifier else size, device=device),
     }
-    return lambda: {name: tensor.clone() for name, tensor in host.items()}
+    return lambda: {name: tensor.clone() for name, tensor in made.items()}

@@ -21,6 +21,7 @@ from llmem.gpu.scratch import BRIEF, DURING, PERSISTENT, Scratch, has_scratch
 from llmem.lifetimes import TICK, Category, Phase
 from llmem.trace.inplace import InPlace
 from llmem.trace.place import Place
+from llmem.trace.shapes import KnownShapes
 from llmem.trace.tape import BIRTH_OP
 
 ScratchFn = Callable[[str, Any, Any, str], list[Scratch]]
@@ -79,6 +80,7 @@ class Recorder(Place, TorchDispatchMode):
         self._scratch = scratch
         self._persistent: set[Any] = set()
         self._in_place = InPlace()
+        self._shapes = KnownShapes()
         self._in_subclass = False
         self._kinds: dict[Any, _Kind] = {}
         self._whole: dict[Any, Any] = {}
@@ -124,7 +126,7 @@ class Recorder(Place, TorchDispatchMode):
         if out is None:
             if func is _SCALAR and args[0].is_meta:
                 return self._answer(args[0])
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = self._shapes.call(func, args, kwargs)
 
         self._touch_all(op, args)
         if isinstance(out, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -69,7 +70,8 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
         spec = spec.model_copy(update={"bf16": False, "fp16": False})
     target = get_device(spec.gpu or DEFAULT_GPU)
     cuda = target.is_cuda
-    prepared = prepare(spec, device=device, cuda=cuda)
+    with quiet():
+        prepared = prepare(spec, device=device, cuda=cuda)
     if autocast is not None:
         mixed = inside_engine(autocast, device)
         prepared.step.forward_context = mixed.forward_context
@@ -162,10 +164,21 @@ def frees_by_reference_count() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of torch and transformers about what a trace does on purpose."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """No warnings of torch, transformers and peft about what a trace does on purpose.
+
+    Some are printed, some logged (transformers, bitsandbytes); errors still are.
+    """
+    loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes", "peft")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def trace(

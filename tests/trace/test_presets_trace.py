@@ -1,8 +1,6 @@
-"""Every preset can be traced, and soon."""
+"""Every preset can be traced (``experiments.speed.presets`` says how soon)."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 
@@ -13,9 +11,6 @@ from llmem.timeline import replay
 from llmem.trace.run import trace_spec
 
 PRESETS = [preset.name for preset in list_presets()]
-CPU_SECONDS = 15.0
-"""What one preset may take, of this process's own time."""
-
 UNUSED = ("vision_tower", "multi_modal_projector")
 """Parameters of gemma-3 that a batch of text alone gives no gradient."""
 
@@ -27,10 +22,7 @@ def traced(name: str, *, checkpointing: bool, steps: int) -> Trace:
         seq_length=512,
         gradient_checkpointing=checkpointing,
     )
-    start = time.process_time()
-    trace = trace_spec(spec, steps=steps)
-    assert time.process_time() - start < CPU_SECONDS
-    return trace
+    return trace_spec(spec, steps=steps)
 
 
 def check_step(trace: Trace) -> None:

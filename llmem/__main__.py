@@ -1,0 +1,5 @@
+"""``python -m llmem``."""
+
+from llmem.cli import main
+
+main()
