@@ -67,6 +67,12 @@ _WHERE = [
     click.option("--virtual-stages", type=int, metavar="N", help="Stages per rank, interleaved."),
     click.option("--gpu", metavar="NAME", help="See `llmem gpus`; 'cpu' assumes CPU kernels."),
     click.option("--reshard-after-forward", metavar="true|false|N", help="FSDP2's argument."),
+    click.option(
+        "--keep-last-block",
+        is_flag=True,
+        default=None,
+        help="FSDP2: do not reshard the last block after forward, as torchtitan does.",
+    ),
     click.option("--use-orig-params", is_flag=True, default=None, help="FSDP1's argument."),
     click.option("--backward-prefetch", type=click.Choice(["pre", "post", "none"]), help="FSDP1's."),
     click.option(

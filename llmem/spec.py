@@ -104,6 +104,9 @@ class RunSpec(BaseModel):
     bucket_cap_mb: float = Field(25.0, gt=0, description="DDP's bucket_cap_mb")
     gradient_as_bucket_view: bool = False
     reshard_after_forward: bool | int = True
+    keep_last_block: bool = Field(
+        False, description="FSDP2: the last block stays gathered after forward, as in torchtitan"
+    )
     use_orig_params: bool = Field(False, description="FSDP1's argument (accelerate's default)")
     backward_prefetch: Literal["pre", "post", "none"] = Field(
         "pre", description="FSDP1's BackwardPrefetch"

@@ -41,9 +41,11 @@ def max_positions(config: PretrainedConfig) -> int | None:
     badly it was trained for it, so its `max_position_embeddings` is no limit here.
     """
     text = config.get_text_config()
-    if text.model_type in _TABLE.split() and getattr(text, "position_biased_input", True):
+    if getattr(text, "model_type", "") in _TABLE.split() and getattr(
+        text, "position_biased_input", True
+    ):
         return _table_length(text)
-    if text.model_type in _TABLE_AFTER_PADDING.split():
+    if getattr(text, "model_type", "") in _TABLE_AFTER_PADDING.split():
         length = _table_length(text)
         return None if length is None else length - (text.pad_token_id or 0) - 1
     return None

@@ -46,6 +46,8 @@ class Fsdp2Options:
     reduce_dtype: str | None = None
     reshard: bool | int = True
     root_reshard: bool = False
+    kept: frozenset[str] = frozenset()
+    """Names of units with ``reshard_after_forward=False`` whatever the others have."""
 
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1, "uint8": 1}
@@ -187,6 +189,8 @@ class Fsdp2Pass:
 
     def _post_forward(self, group: _Group, tick: int, step: int) -> None:
         reshard = self.options.root_reshard if group.unit.is_root else self.options.reshard
+        if group.unit.name in self.options.kept:
+            reshard = False
         if reshard is not False:
             if reshard is not True and not group.unit.is_root:
                 self._keep_smaller_shard(group, int(reshard), tick)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmem.errors import LlmemError
 from llmem.lifetimes import Trace
 from llmem.parallel import RankTable
@@ -22,7 +24,9 @@ def options_of(spec: RunSpec) -> Fsdp2Options:
     """Arguments of ``fully_shard`` for ``spec``. Raises LlmemError for impossible ones."""
     shard = spec.hybrid_shard or spec.gpus
     if spec.gpus % shard:
-        raise LlmemError(f"--hybrid-shard {shard} does not divide {spec.gpus} GPUs; choose a divisor")
+        raise LlmemError(
+            f"--hybrid-shard {shard} does not divide {spec.gpus} GPUs; choose a divisor"
+        )
     reshard = spec.reshard_after_forward
     if reshard is not True and reshard is not False and (reshard < 2 or shard % reshard):
         raise LlmemError(
@@ -42,6 +46,8 @@ def options_of(spec: RunSpec) -> Fsdp2Options:
 
 def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     options = options_of(spec)
+    if spec.keep_last_block:
+        options = replace(options, kept=frozenset(trace.wrapped[-1:]))
     units = units_of(trace, trace.wrapped)
     notes = [
         f"fsdp2: fully_shard of torch on each of {len(trace.wrapped)} blocks and the root, "
@@ -67,9 +73,7 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
             for p in trace.parameters
             if p.trainable
         ]
-        step = trace_optimizer(
-            shards, spec, device_of(spec), steps=len(trace.step_ticks) - 1
-        )
+        step = trace_optimizer(shards, spec, device_of(spec), steps=len(trace.step_ticks) - 1)
         splice_optimizer(editor, shards, step)
         lifetimes, named = editor.finish()
         tables.append(RankTable(rank, lifetimes, named, step.optimizer, notes, members))
