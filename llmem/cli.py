@@ -81,14 +81,27 @@ def estimate(model: str, **options: Any) -> None:
         print_explanation(held)
 
 
+def _only_training(fields: dict[str, Any]) -> None:
+    if fields.get("task") == "generate":
+        raise LlmemError("--task generate is known to llmem estimate alone; leave it out here")
+
+
 @main.command()
 @click.argument("model")
 @run_options
 @click.option("--strategies", metavar="A,B", help="Only these; default: all that apply.")
+@click.option("--algorithm", type=click.Choice(["largest", "llmem"]), default="largest",
+              help="llmem: the paper's Algorithm 1 over its four methods.")
+@click.option("--by", type=click.Choice(["paper", "trace"]), default="paper", show_default=True,
+              help="Of --algorithm llmem: the paper's equations, or our own estimates.")
 @json_option
 def plan(model: str, **options: Any) -> None:
     """Which strategies fit, the largest batch of each, and the pick."""
     fields = spec_fields(model, options)
+    _only_training(fields)
+    if options["algorithm"] == "llmem":
+        _plan_llmem(fields, options)
+        return
     from llmem.progress import working
 
     with working(f"Planning {model}", quiet=options["json_out"] == "-"):
@@ -107,6 +120,22 @@ def plan(model: str, **options: Any) -> None:
     print_plan(result)
 
 
+def _plan_llmem(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    from llmem.progress import working
+
+    with working(f"Planning {fields['model']} as LLMem", quiet=options["json_out"] == "-"):
+        from llmem.plan_llmem import plan_llmem
+        from llmem.spec import make_spec
+
+        fields.setdefault("strategy", "gemini")
+        result = plan_llmem(make_spec(**fields), by=options["by"])
+    if _write_json(result.to_json(), options["json_out"]):
+        return
+    from llmem.report.plan_llmem import print_llmem_plan
+
+    print_llmem_plan(result)
+
+
 @main.command()
 @click.argument("model")
 @run_options
@@ -117,6 +146,7 @@ def plan(model: str, **options: Any) -> None:
 def compare(model: str, **options: Any) -> None:
     """This estimator and every baseline, side by side."""
     fields = spec_fields(model, options)
+    _only_training(fields)
     from llmem.progress import working
 
     with working(f"Estimating {model} by every method", quiet=options["json_out"] == "-"):
@@ -154,7 +184,9 @@ def measure(model: str, **options: Any) -> None:
     On cpu the processes talk over gloo and live bytes are recorded; on cuda what torch and NVML
     count.
     """
+    steps = options.pop("steps")  # of the run, not RunSpec's, which are traced
     fields = spec_fields(model, options)
+    _only_training(fields)
     from llmem.progress import working
 
     with working(f"Training {model} for real", quiet=options["json_out"] == "-"):
@@ -165,7 +197,7 @@ def measure(model: str, **options: Any) -> None:
             make_spec(**fields),
             device=options["device"],
             out=options["out"],
-            steps=options["steps"],
+            steps=steps,
             fake_world=options["fake_world"],
             history=options["history"],
         )
@@ -179,9 +211,19 @@ def measure(model: str, **options: Any) -> None:
 @main.command()
 @click.argument("records", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--boundaries", is_flag=True, help="Also at each block's boundaries (CPU records).")
+@click.option("--baselines", metavar="A,B", help="Put these beside it (CSV files).")
 @json_option
-def validate(records: tuple[Path, ...], boundaries: bool, json_out: str | None) -> None:
-    """Predicted against measured: the error table of one or more records."""
+def validate(
+    records: tuple[Path, ...], boundaries: bool, baselines: str | None, json_out: str | None
+) -> None:
+    """Predicted against measured: the error table of records, or of a CSV of published runs.
+
+    RECORD is what `llmem measure` wrote, or a CSV whose columns are known (see
+    llmem.measure.published): then errors by source and metric, and the rows left out with why.
+    """
+    if any(path.suffix == ".csv" for path in records):
+        _validate_published(records, baselines, json_out)
+        return
     from llmem.progress import working
 
     results: dict[str, list[Any]] = {}
@@ -197,6 +239,23 @@ def validate(records: tuple[Path, ...], boundaries: bool, json_out: str | None) 
     from llmem.report.text import print_validation
 
     print_validation(results)
+
+
+def _validate_published(
+    files: tuple[Path, ...], baselines: str | None, json_out: str | None
+) -> None:
+    from llmem.progress import working
+
+    with working("Predicting published runs", quiet=json_out == "-"):
+        from llmem.measure.grading import validate_published
+
+        names = [] if baselines is None else [part.strip() for part in baselines.split(",")]
+        report = validate_published(files, baselines=names)
+    if _write_json(report.to_json(), json_out):
+        return
+    from llmem.report.published import print_published
+
+    print_published(report)
 
 
 @main.command()

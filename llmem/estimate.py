@@ -9,10 +9,11 @@ from llmem._callable import make_callable
 from llmem.errors import LlmemError
 from llmem.gpu.alloc_conf import AllocConf
 from llmem.gpu.devices import DeviceProfile, get_device
-from llmem.lifetimes import Trace
+from llmem.lifetimes import Category, Trace
 from llmem.parallel import RankTable, compute_dtype, ranks_of
 from llmem.spec import RunSpec, make_spec
 from llmem.timeline import PeakAt, Timeline, locate, replay
+from llmem.trace.optimizers import by_step
 from llmem.trace.run import DEFAULT_GPU, trace_spec
 
 SCHEMA = "llmem.estimate/1"
@@ -48,6 +49,13 @@ class Rank:
     steady: Levels
     timeline: Timeline = field(repr=False)
     table: RankTable = field(repr=False)
+
+    @property
+    def kv_cache(self) -> int:
+        """Allocated bytes of keys and values at the peak, a part of the breakdown's activations."""
+        cached = self.timeline.lifetimes.category == Category.KV_CACHE
+        alive = self.timeline.alive(self.peak_at.index)
+        return int(self.timeline.block_bytes[alive & cached].sum())
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ class Estimate:
                         "step": rank.peak_at.step,
                     },
                     "breakdown": rank.breakdown,
+                    **({"kv_cache": rank.kv_cache} if self.spec.task == "generate" else {}),
                     "steps": {"first": rank.first.to_json(), "steady": rank.steady.to_json()},
                 }
                 for rank in self.ranks
@@ -148,7 +157,7 @@ def estimate_trace(trace: Trace, spec: RunSpec) -> Estimate:
         outside=outside,
         fit=fit,
         interval=_interval(worst, device, spec),
-        optimizer=worst.table.optimizer,
+        optimizer=by_step(worst.table.optimizer),
         assumptions=_assumptions(trace, tables, device, spec),
         trace=trace,
     )
@@ -251,6 +260,7 @@ def _assumptions(
     trace: Trace, tables: list[RankTable], device: DeviceProfile, spec: RunSpec
 ) -> list[str]:
     notes = [
+        *spec.notes,
         f"batch: {spec.per_device_train_batch_size} x {spec.seq_length} tokens, full length, "
         "no padding",
         *trace.assumptions,

@@ -45,13 +45,14 @@ class Category(IntEnum):
     WORKSPACE = 9
     OPTIMIZER_TEMPORARY = 10
     OTHER = 11
+    KV_CACHE = 12
 
 
 BREAKDOWN: dict[str, tuple[Category, ...]] = {
     "parameters": (Category.PARAMETER,),
     "gradients": (Category.GRADIENT,),
     "optimizer_states": (Category.OPTIMIZER_STATE,),
-    "activations": (Category.ACTIVATION, Category.ACTIVATION_GRADIENT),
+    "activations": (Category.ACTIVATION, Category.ACTIVATION_GRADIENT, Category.KV_CACHE),
     "logits_and_loss": (Category.LOGITS_AND_LOSS,),
     "communication": (Category.COMMUNICATION,),
     "workspace": (Category.WORKSPACE,),
@@ -61,7 +62,7 @@ BREAKDOWN: dict[str, tuple[Category, ...]] = {
 
 
 class Phase(IntEnum):
-    """Part of a training step."""
+    """Part of a training step, or of a generation."""
 
     SETUP = 0
     ZERO_GRAD = 1
@@ -71,6 +72,8 @@ class Phase(IntEnum):
     OPTIMIZER = 5
     BATCH = 6
     OTHER = 7
+    PREFILL = 8
+    DECODE = 9
 
     @property
     def label(self) -> str:

@@ -6,6 +6,7 @@ Each option maps to a RunSpec field; an option that is not given is left to RunS
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -13,10 +14,21 @@ import click
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _WHAT = [
+    click.option(
+        "--config",
+        metavar="FILE",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        help="TrainingArguments, accelerate config or ds_config (JSON or YAML); options win.",
+    ),
     click.option("-b", "--per-device-train-batch-size", type=int, help="Sequences per GPU."),
     click.option("-s", "--seq-length", type=int, help="Tokens per sequence."),
     click.option("--gradient-accumulation-steps", type=int, metavar="N"),
-    click.option("--method", type=click.Choice(["full", "lora", "qlora"]), help="Default: full."),
+    click.option(
+        "--method", metavar="NAME",
+        help="full (the default), lora, qlora, or another of peft's: ia3, loha, vera, adalora, "
+        "prefix_tuning, …",
+    ),
     click.option(
         "--param-dtype",
         type=click.Choice(["fp32", "bf16", "fp16"]),
@@ -26,7 +38,26 @@ _WHAT = [
     click.option("--fp16", is_flag=True, default=None, help="fp16 mixed precision."),
     click.option("--optim", metavar="NAME", help="As TrainingArguments.optim."),
     click.option("--max-grad-norm", type=float, help="Clip to this norm; 0 turns clipping off."),
+    click.option(
+        "--optimizer-in-backward",
+        is_flag=True,
+        default=None,
+        help="Update each parameter and free its gradient in backward; needs --max-grad-norm 0.",
+    ),
     click.option("--gradient-checkpointing", is_flag=True, default=None),
+    click.option("--checkpoint-every", type=int, metavar="N", help="Only every N-th layer."),
+    click.option(
+        "--checkpoint-policy",
+        type=click.Choice(["full", "op"]),
+        help="op: keep the outputs of attention and of every second matmul.",
+    ),
+    click.option("--use-reentrant/--no-use-reentrant", default=None, help="Of the checkpoints."),
+    click.option(
+        "--activation-offload",
+        is_flag=True,
+        default=None,
+        help="Keep the inputs of checkpointed layers on the host.",
+    ),
     click.option(
         "--attn-implementation", type=click.Choice(["eager", "sdpa", "flash_attention_2"])
     ),
@@ -41,17 +72,54 @@ _WHAT = [
     click.option(
         "--loss",
         type=click.Choice(["full", "chunked", "liger"]),
-        help="full: logits of all tokens; liger: Liger's fused linear cross-entropy alone.",
+        help="full: logits of all tokens; chunked: TRL's, 256 tokens at a time; liger: Liger's "
+        "fused linear cross-entropy alone.",
+    ),
+    click.option(
+        "--packed", is_flag=True, default=None,
+        help="One row of all tokens and its position_ids, as DataCollatorWithFlattening makes it.",
+    ),
+    click.option("--packed-documents", type=int, metavar="N", help="Documents in each sequence."),
+    click.option("--task", type=click.Choice(["train", "generate"]), help="Default: train."),
+    click.option("--max-new-tokens", type=int, metavar="N", help="Of generate, after -s tokens."),
+    click.option("--num-beams", type=int, metavar="K", help="Of generate; 1 is greedy search."),
+    click.option(
+        "--cache-implementation", type=click.Choice(["dynamic", "static"]),
+        help="Of generate; a sliding window is used where the config has one.",
     ),
     click.option("--padding", is_flag=True, default=None, help="Attention masks hold zeros."),
     click.option(
         "--as-transformers", metavar="VERSION", help="Habits of that version, as far as known."
     ),
     click.option("--as-torch", metavar="VERSION", help="Scratch and choices of that version."),
+    click.option(
+        "--quantization",
+        type=click.Choice(["none", "int8", "nf4", "fp4"]),
+        help="bitsandbytes' weights; --method qlora alone means nf4.",
+    ),
+    click.option(
+        "--double-quant/--no-double-quant", default=None, help="bnb_4bit_use_double_quant."
+    ),
+    click.option("--bnb-4bit-compute-dtype", type=click.Choice(["fp32", "bf16", "fp16"])),
+    click.option("--bnb-4bit-quant-storage", type=click.Choice(["uint8", "fp32", "bf16", "fp16"])),
+    click.option(
+        "--prepare-kbit",
+        type=click.Choice(["peft", "trl", "none"]),
+        help="peft: prepare_model_for_kbit_training; trl: and TRL's casts to bf16; none: neither.",
+    ),
+    click.option("--as-bitsandbytes", metavar="VERSION", help="Habits of that version."),
     click.option("--lora-r", type=int, metavar="N"),
     click.option("--lora-alpha", type=int, metavar="N"),
     click.option("--lora-dropout", type=float, metavar="P"),
     click.option("--lora-target-modules", metavar="A,B|all-linear"),
+    click.option("--lora-bias", type=click.Choice(["none", "all", "lora_only"])),
+    click.option("--use-rslora", is_flag=True, default=None),
+    click.option("--use-dora", is_flag=True, default=None),
+    click.option("--modules-to-save", metavar="A,B", help="Modules trained whole beside adapters."),
+    click.option("--num-virtual-tokens", type=int, metavar="N", help="Of prompt methods."),
+    click.option(
+        "--peft-config", metavar="FILE", help="adapter_config.json; the options above win over it."
+    ),
 ]
 
 _WHERE = [
@@ -61,6 +129,15 @@ _WHERE = [
         type=click.Choice(["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "gemini"]),
     ),
     click.option("--tp", type=int, metavar="N", help="Tensor-parallel degree."),
+    click.option(
+        "--tp-plan",
+        type=click.Choice(["transformers", "torchtitan"]),
+        help="transformers: the model's own tp_plan (default); torchtitan: parallelize_module.",
+    ),
+    click.option("--sp", is_flag=True, default=None, help="Sequence parallelism, in that plan."),
+    click.option(
+        "--loss-parallel", is_flag=True, default=None, help="Logits stay sharded, in that plan."
+    ),
     click.option("--pp", type=int, metavar="N", help="Pipeline-parallel degree."),
     click.option("--pp-schedule", type=click.Choice(["gpipe", "1f1b", "interleaved"])),
     click.option("--micro-batches", type=int, metavar="M", help="Parts of the batch under --pp."),
@@ -74,7 +151,9 @@ _WHERE = [
         help="FSDP2: do not reshard the last block after forward, as torchtitan does.",
     ),
     click.option("--use-orig-params", is_flag=True, default=None, help="FSDP1's argument."),
-    click.option("--backward-prefetch", type=click.Choice(["pre", "post", "none"]), help="FSDP1's."),
+    click.option(
+        "--backward-prefetch", type=click.Choice(["pre", "post", "none"]), help="FSDP1's."
+    ),
     click.option(
         "--reduce-dtype",
         type=click.Choice(["fp32", "bf16", "fp16"]),
@@ -88,20 +167,6 @@ _WHERE = [
     click.option("--alloc-conf", metavar="CONF", help="What PYTORCH_ALLOC_CONF takes."),
 ]
 
-FIELDS = (
-    "per_device_train_batch_size", "seq_length", "gradient_accumulation_steps", "method",
-    "param_dtype", "bf16", "fp16", "optim", "max_grad_norm", "gradient_checkpointing",
-    "attn_implementation", "sdpa_backend", "liger", "loss", "padding", "as_transformers",
-    "as_torch",
-    "lora_r", "lora_alpha", "lora_dropout",
-    "lora_target_modules", "gpus", "strategy", "tp", "pp", "pp_schedule",
-    "micro_batches", "virtual_stages", "gpu", "reshard_after_forward",
-    "use_orig_params", "backward_prefetch", "reduce_dtype",
-    "bucket_cap_mb", "gradient_as_bucket_view", "deepspeed", "offload", "hybrid_shard",
-    "alloc_conf",
-)  # fmt: skip
-"""The RunSpec fields that have an option."""
-
 
 def run_options(command: Command) -> Command:
     """Add the shared options to a click command."""
@@ -111,14 +176,24 @@ def run_options(command: Command) -> Command:
 
 
 def spec_fields(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Takes the shared options out of ``options`` and returns RunSpec fields."""
-    given = {name: options.pop(name) for name in FIELDS}
+    """Takes the shared options out of ``options`` and returns RunSpec fields.
+
+    What config files say comes first, so that an option given beside them wins.
+    """
+    from llmem.interop.config_files import read_configs
+    from llmem.spec import RunSpec
+
+    given = {name: options.pop(name) for name in RunSpec.model_fields if name in options}
     fields = {name: value for name, value in given.items() if value is not None}
     targets = fields.get("lora_target_modules")
     if targets is not None and targets != "all-linear":
         fields["lora_target_modules"] = tuple(part.strip() for part in targets.split(","))
+    if "modules_to_save" in fields:
+        names = fields["modules_to_save"].split(",")
+        fields["modules_to_save"] = tuple(name.strip() for name in names)
     reshard = fields.get("reshard_after_forward")
     if reshard is not None:
         words = {"true": True, "false": False}
         fields["reshard_after_forward"] = words.get(reshard.lower(), reshard)
-    return {"model": model, **fields}
+    from_files, notes = read_configs(options.pop("config", ()))
+    return {"model": model, **from_files, **fields, "notes": notes}

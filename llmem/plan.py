@@ -61,12 +61,12 @@ def plan(
     if spec.gpu is None:
         raise LlmemError("plan needs to know the card: add --gpu NAME (see `llmem gpus`)")
     candidates = strategies or default_strategies(spec)
-    sources: dict[tuple[str | None, bool], _Source] = {}
+    sources: dict[tuple[str | None, bool], Source] = {}
     options = []
     for strategy in candidates:
         trial = spec.model_copy(update={"strategy": strategy})
         dtype = compute_dtype(trial)
-        source = sources.setdefault((dtype, trial.autocast_inside_engine), _Source(trial, dtype))
+        source = sources.setdefault((dtype, trial.autocast_inside_engine), Source(trial, dtype))
         options.append(_option(trial, source, max_batch))
     fitting = [option for option in options if option.batch]
     pick = max(fitting, key=lambda o: (o.batch, -ORDER.index(o.strategy)), default=None)
@@ -79,7 +79,7 @@ def default_strategies(spec: RunSpec) -> list[str]:
     return [s for s in ORDER if s in ENGINES and (s == "none") == alone]
 
 
-class _Source:
+class Source:
     """Traces of one compute dtype at any batch size, from as few real ones as possible."""
 
     def __init__(self, spec: RunSpec, dtype: str | None) -> None:
@@ -102,7 +102,7 @@ class _Source:
         return self._lines.at(batch)
 
 
-def _option(spec: RunSpec, source: _Source, max_batch: int) -> Option:
+def _option(spec: RunSpec, source: Source, max_batch: int) -> Option:
     def at(batch: int, trace: Callable[[int], Trace]) -> Estimate:
         chosen = spec.model_copy(update={"per_device_train_batch_size": batch})
         return estimate_trace(trace(batch), chosen)

@@ -10,35 +10,20 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmem.errors import LlmemError
+from llmem.interop.peft_config import with_method
+from llmem.optim_names import OPTIMIZERS, unknown_optimizer
 
-Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "gemini"]
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 DType = Literal["fp32", "bf16", "fp16"]
+CheckpointPolicy = Literal["full", "op"]
 Loss = Literal["full", "chunked", "liger"]
+Quantization = Literal["none", "int8", "nf4", "fp4"]
+TPPlan = Literal["transformers", "torchtitan"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Task = Literal["train", "generate"]
+CacheImplementation = Literal["dynamic", "static"]
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
-
-OPTIMIZERS = (
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_torch_foreach",
-    "adamw_torch_single",
-    "adam",
-    "sgd",
-    "sgd_momentum",
-    "adafactor",
-    "adafactor_torch",
-    "rmsprop",
-    "adagrad",
-)
-"""``TrainingArguments.optim`` names that can be built, and a few variants of our own.
-
-``adamw_torch`` is torch's AdamW as torch chooses its implementation (foreach on CUDA),
-``adamw_torch_foreach`` all parameters at once, ``adamw_torch_single`` the loop over parameters
-(whatever the device), ``adam`` is ``torch.optim.Adam``,
-``sgd_momentum`` is SGD with momentum 0.9."""
-
 
 class RunSpec(BaseModel):
     """One fine-tuning run. Raises LlmemError (one sentence) if it makes no sense."""
@@ -49,17 +34,41 @@ class RunSpec(BaseModel):
     per_device_train_batch_size: int = Field(8, ge=1, description="sequences per GPU")
     seq_length: int = Field(512, ge=1, description="tokens per sequence")
     gradient_accumulation_steps: int = Field(1, ge=1)
-    method: Method = "full"
+    method: str = Field(
+        "full", description="full, qlora, or the name of a peft.PeftType in lower case"
+    )
     param_dtype: DType | None = Field(None, description="dtype of loading; None: the config's own")
     bf16: bool = Field(False, description="bf16 mixed precision")
     fp16: bool = Field(False, description="fp16 mixed precision")
     optim: str = Field("adamw_torch_fused", description="name of TrainingArguments.optim")
     max_grad_norm: float = Field(1.0, ge=0.0, description="clip to this norm; 0: no clipping")
+    optimizer_in_backward: bool = Field(
+        False, description="each parameter is updated, its gradient freed, during backward"
+    )
     gradient_checkpointing: bool = False
+    checkpoint_every: int = Field(1, ge=1, description="checkpoint every n-th layer alone")
+    checkpoint_policy: CheckpointPolicy = Field(
+        "full", description="op: outputs of attention and of every second matmul are kept"
+    )
+    use_reentrant: bool | None = Field(
+        None, description="of torch.utils.checkpoint; None: as that version of transformers"
+    )
+    activation_offload: bool = Field(
+        False, description="inputs of checkpointed layers wait in pinned host memory"
+    )
     attn_implementation: Attention | None = None
     sdpa_backend: Literal["flash", "efficient", "cudnn", "math"] | None = None
     loss: Loss = "full"
     liger: bool = Field(False, description="Liger's kernels in place of the model's own layers")
+
+    task: Task = "train"
+    max_new_tokens: int = Field(64, ge=1, description="of generate, after seq_length tokens")
+    num_beams: int = Field(1, ge=1, description="of generate; 1: greedy search")
+    cache_implementation: CacheImplementation | None = Field(
+        None, description="of generate; sliding windows are the config's own; None: dynamic"
+    )
+    packed: bool = Field(False, description="sequences flattened to one row, without padding")
+    packed_documents: int = Field(1, ge=1, description="documents in each packed sequence")
 
     # habits of the training loop
     padding: bool = Field(False, description="batches hold padding: attention masks have zeros")
@@ -84,13 +93,38 @@ class RunSpec(BaseModel):
     lora_target_modules: str | tuple[str, ...] | None = Field(
         None, description="names, 'all-linear', or None for peft's default of the model"
     )
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: Literal["none", "all", "lora_only"] = Field("none", description="peft's bias")
+    modules_to_save: tuple[str, ...] | None = None
+    num_virtual_tokens: int | None = Field(None, ge=1, description="of prompt methods")
+    peft_config: Any = Field(
+        None, description="adapter_config.json: its path, its folder, or what it holds"
+    )
     autocast_adapter_dtype: bool = Field(
         True, description="peft's argument: adapters of 16-bit models are fp32 (always off < 0.12)"
     )
 
+    # quantised weights, as bitsandbytes has them; --method qlora alone means nf4
+    quantization: Quantization = "none"
+    double_quant: bool | None = Field(
+        None, description="bnb_4bit_use_double_quant; None: on for QLoRA, else off"
+    )
+    bnb_4bit_compute_dtype: DType | None = Field(
+        None, description="None: that of autocast, else that of loading"
+    )
+    bnb_4bit_quant_storage: Literal["uint8", "fp32", "bf16", "fp16"] = "uint8"
+    prepare_kbit: Literal["peft", "trl", "none"] = Field(
+        "peft", description="prepare_model_for_kbit_training; trl: and bf16 again where TRL casts"
+    )
+    as_bitsandbytes: str | None = Field(None, description="version whose habits are assumed")
+
     gpus: int = Field(1, ge=1, description="processes, one GPU each")
     strategy: Strategy = "none"
     tp: int = Field(1, ge=1)
+    tp_plan: TPPlan = Field("transformers", description="which layers are split, and how")
+    sp: bool = Field(False, description="norms and residual stream sharded over the sequence")
+    loss_parallel: bool = Field(False, description="logits stay sharded over the vocabulary")
     pp: int = Field(1, ge=1)
     pp_schedule: Schedule = Field("1f1b", description="of torch.distributed.pipelining")
     micro_batches: int | None = Field(
@@ -118,12 +152,19 @@ class RunSpec(BaseModel):
     offload: Literal["none", "optimizer", "all"] = "none"
     hybrid_shard: int = Field(0, ge=0, description="HSDP: GPUs that share one copy; 0: all")
 
+    notes: tuple[str, ...] = Field((), description="where fields came from, for the assumptions")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters(cls, fields: Any) -> Any:
+        return with_method(fields) if isinstance(fields, dict) else fields
+
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 exclude each other; give one of them")
         if self.optim not in OPTIMIZERS:
-            raise ValueError(_unknown_optimizer(self.optim))
+            raise ValueError(unknown_optimizer(self.optim))
         if self.gpus % (self.tp * self.pp):
             raise ValueError(
                 f"{self.gpus} GPUs cannot be split into tp {self.tp} x pp {self.pp}; "
@@ -176,14 +217,6 @@ def checkpoints_calls(as_transformers: str | None) -> bool:
         return False
     minor = as_transformers.split(".")[1]
     return minor.isdecimal() and int(minor) < 53
-
-
-def _unknown_optimizer(name: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, OPTIMIZERS, n=2, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(OPTIMIZERS)}"
-    return f"unknown optimizer '{name}': {hint}"
 
 
 def make_spec(**fields: Any) -> RunSpec:

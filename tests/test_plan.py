@@ -82,3 +82,34 @@ def test_compare_has_every_baseline_or_its_reason() -> None:
     parts = document["estimates"]["llmem-code"]["parts"]
     assert parts["chunk_elements"] == 44_101_632
     assert parts["estimate_without_base"] == 3124 * 2**20
+
+
+def test_algorithm_1_by_the_equations_and_by_trace() -> None:
+    from llmem.plan_llmem import plan_llmem
+
+    spec = make_spec(model="opt-350m", seq_length=512, gpus=4, strategy="gemini", gpu="v100-16gb")
+    paper = plan_llmem(spec, by="paper", base_bytes=600 * 2**20)
+    assert [m.method for m in paper.methods] == ["CDP", "ADP", "TP", "DP+TP"]
+    assert paper.pick == "CDP"  # 1.5 times as good as sharding, where it fits
+    assert paper.methods[0].score == 1.5 * 4 * paper.methods[0].batch
+    traced = plan_llmem(spec, by="trace")
+    assert traced.pick == "CDP"
+    assert traced.methods[1].batch >= traced.methods[0].batch > 0  # sharding leaves more room
+    assert "tp_plan" in (traced.methods[2].why_not or "")
+    assert all(
+        m.device_bytes is not None and m.device_bytes <= traced.capacity
+        for m in traced.methods
+        if m.batch
+    )
+
+
+def test_algorithm_1_on_the_command_line() -> None:
+    done = CliRunner().invoke(
+        main,
+        ["plan", "llama-7b", "-s", "512", "--gpus", "4", "--gpu", "v100-16gb",
+         "--algorithm", "llmem", "--json", "-"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["pick"] == "CPU offload"
+    assert [m["batch"] for m in document["methods"]] == [0, 0, 0, 0]

@@ -2,9 +2,11 @@
 
     python experiments/real_runs/tensor_parallel.py measure|table [--only TEXT]
 
-transformers' tp_plan on 2 and 4 processes, alone (``tp-``) and under FSDP2 (``tp-fsdp2-``), for
-three families, in fp32 and under bf16 mixed precision, with and without checkpointing. The
-vocabulary divides by no degree, so that the last rank differs from the others.
+transformers' tp_plan on 2 and 4 processes, alone (``tp-``) and under FSDP2 (``tp-fsdp2-``), and
+torchtitan's plan (``tp-titan-``, ``tp-titan-fsdp2-``), plain, with sequence parallelism (``sp``) and
+with loss parallelism too (``sp-loss``), for three families each, in fp32 and under bf16 mixed
+precision, with and without checkpointing. The vocabulary divides by no degree, so that the last
+rank differs from the others.
 """
 
 from __future__ import annotations
@@ -31,12 +33,58 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "tie_word_embeddings": False},
 }
+TITAN_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": FAMILIES["llama"],
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "head_dim": 10,
+    },
+    "gemma": {"architectures": ["GemmaForCausalLM"], "tie_word_embeddings": True, "head_dim": 18},
+}  # fmt: skip
+TITAN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sp": {"sp": True},
+    "sp-loss": {"sp": True, "loss_parallel": True},
+}
+DEGREES = ((2, 2, "none"), (4, 4, "none"), (2, 4, "fsdp2"))
+"""(tp, gpus, strategy)"""
 
 
 def configurations() -> Iterator[tuple[str, RunSpec]]:
-    """Name and RunSpec of each: 24 of tensor parallelism alone, 12 of its product with FSDP2."""
+    """Name and RunSpec of each: transformers' 36, torchtitan's 27."""
+    yield from _transformers()
+    yield from _torchtitan()
+
+
+def _torchtitan() -> Iterator[tuple[str, RunSpec]]:
+    """Every option in every family at every degree; precision and checkpointing rotate."""
+    number = 0
+    for family, rest in TITAN_FAMILIES.items():
+        for tp, gpus, strategy in DEGREES:
+            for option, fields in TITAN.items():
+                bf16, checkpointing = bool(number % 2), bool(number // 2 % 2)
+                number += 1
+                spec = make_spec(
+                    model={**_WIDTHS, **rest, "model_type": family},
+                    per_device_train_batch_size=3,
+                    seq_length=28,
+                    param_dtype="fp32",
+                    bf16=bf16,
+                    gradient_checkpointing=checkpointing,
+                    tp=tp,
+                    gpus=gpus,
+                    strategy=strategy,
+                    tp_plan="torchtitan",
+                    **fields,
+                )
+                parts = ["tp", "titan"] if strategy == "none" else ["tp", "titan", strategy]
+                parts += [family, str(gpus), option, "bf16" if bf16 else "fp32"]
+                yield "-".join(parts + (["ckpt"] if checkpointing else [])), spec
+
+
+def _transformers() -> Iterator[tuple[str, RunSpec]]:
+    """24 of tensor parallelism alone, 12 of its product with FSDP2."""
     for family, rest in FAMILIES.items():
-        for tp, gpus, strategy in ((2, 2, "none"), (4, 4, "none"), (2, 4, "fsdp2")):
+        for tp, gpus, strategy in DEGREES:
             for bf16 in (False, True):
                 for checkpointing in (False, True):
                     spec = make_spec(

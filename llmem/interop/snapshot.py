@@ -30,7 +30,9 @@ def write_memory_viz(result: Estimate, path: Path) -> None:
         raise LlmemError(f"cannot write {path}: {error.strerror}; choose another file") from None
 
 
-def _rows(timeline: Timeline, trace: Trace) -> list[tuple[str, int, int, int, list[tuple[str, int, str]], int]]:
+def _rows(
+    timeline: Timeline, trace: Trace
+) -> list[tuple[str, int, int, int, list[tuple[str, int, str]], int]]:
     rows = []
     lifetimes = timeline.lifetimes
     for index, (row, sign) in enumerate(

@@ -52,7 +52,9 @@ def build(spec: RunSpec, device: str) -> Wrapped:
             f"--strategy {spec.strategy} cannot be measured yet; use one of {', '.join(_ENGINES)}"
         )
     if spec.pp > 1:
-        raise LlmemError("--pp cannot be measured yet; use --gpus with a --strategy")
+        from llmem.measure.pipeline_run import build_pipeline
+
+        return build_pipeline(spec, device)
     if spec.tp > 1 and spec.strategy not in ("none", "fsdp2"):
         raise LlmemError(
             f"--tp with --strategy {spec.strategy} cannot be measured; use --strategy fsdp2 or none"

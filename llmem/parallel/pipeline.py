@@ -5,11 +5,15 @@ rank's) and repeats each stage's forward and backward as torch.distributed.pipel
 them (stage.py, schedules.py):
 
 * what a stage's forward keeps for backward lives until that micro-batch's backward on that stage;
-  the stage's output lives until that backward returns (``fwd_cache``);
+  the stage's output lives until that backward returns (``fwd_cache``), and as long as the handle of
+  its send is kept, which holds the tensor (ProcessGroupNCCL's ``outputs_``, gloo's ``SendWork``):
+  GPipe and interleaved schedules keep all handles until the step is done, 1F1B the last one of its
+  warm-up until all forwards are done;
 * a stage has one receive buffer per micro-batch for its input (which autograd then keeps, no copy
-  is made) and one for its output's gradient, allocated before the first step and kept;
+  is made) and one for its output's gradient, allocated before the first step and kept; autograd
+  does not add to a received gradient in place: the first sum is a storage of its own;
 * the gradient of a stage's input lives until the rank's next backward is done, when the list of
-  sends that holds it is replaced (interleaved: all that was sent lives until the step is done);
+  sends that holds it is replaced (GPipe, interleaved: until the step is done);
 * parameters get their gradient from the first micro-batch, later ones are added in place;
 * the loss is computed in the last stage's forward and logits are dropped before backward; clipping
   and the optimizer see the rank's own parameters, and run for each rank.

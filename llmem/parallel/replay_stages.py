@@ -19,20 +19,18 @@ from llmem.lifetimes import (
     OP_COLUMNS,
     TICK,
     Category,
-    Ints,
     Lifetimes,
     Ops,
     Phase,
     Trace,
 )
 from llmem.parallel.schedule import Action
+from llmem.parallel.stage_rows import StageRows
 from llmem.parallel.stages import Stages, Window
 from llmem.spec import RunSpec
 
 STEPS = 2
 """Optimizer steps: the first one makes the optimizer's states, the second one finds them there."""
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ class StageReplay:
         self._stages = stages
         self._spec = spec
         self._order = order
-        # The runtime of interleaved schedules keeps all its sends, and waits when the step is done.
-        self._waits_at_the_end = spec.pp_schedule == "interleaved"
+        # GPipe and the runtime of interleaved schedules keep all their sends until the step is done.
+        self._waits_at_the_end = spec.pp_schedule != "1f1b"
         self._mine = {action.stage for action in order}
         self._source = stages.trace
         self._holders = stages.holders
@@ -68,9 +66,7 @@ class StageReplay:
         self._number_of_ops = 0
         self._phases: list[tuple[int, Phase, int]] = [(0, Phase.SETUP, 0)]
         self._ready: dict[tuple[int, int], int] = {}
-        self._kept = self._persistent()
-        self._tied = self._tied_keys()
-        self._embeddings = self._before_the_layers()
+        self._rows = StageRows(stages)
         self._step, self._dropped = 0, int(NEVER)
 
     def trace(self) -> Trace:
@@ -140,7 +136,7 @@ class StageReplay:
         self._phase(Phase.ZERO_GRAD, step)
         self._phase(Phase.BATCH, step)
         plan.batch = self._now
-        self._now += (len(np.flatnonzero(self._inputs())) + 1) * TICK
+        self._now += (len(np.flatnonzero(self._rows.inputs)) + 1) * TICK
         for action in self._order:
             self._phase(Phase.FORWARD if action.forward else Phase.BACKWARD, step)
             windows = self._windows(action)
@@ -176,9 +172,16 @@ class StageReplay:
             if action.forward:
                 self._forward(action, plan, first=step == 0 and action == self._order[0])
             else:
-                follower = None if self._waits_at_the_end else after.get(action)
-                sent = plan.copies[follower][0].end if follower else plan.end
+                sent = self._sent_back_until(action, after.get(action), plan)
                 self._backward(action, plan, sent, first=step == 0 and action == backwards[0])
+
+    def _sent_back_until(self, action: Action, following: Action | None, plan: _Plan) -> int:
+        """Until when the gradient of this backward's input is held, which the first stage drops."""
+        if action.stage == 0:
+            return plan.copies[action][0].end
+        if self._waits_at_the_end or following is None:
+            return plan.end
+        return plan.copies[following][0].end
 
     def _gradients_dropped(self, plan: _Plan, following: _Plan | None) -> int:
         """Tick at which the loop drops this step's gradients."""
@@ -195,22 +198,18 @@ class StageReplay:
         """The whole batch of the step, all micro-batches of it, on every rank."""
         table = self._source.lifetimes
         micro = self._spec.pipeline_micro_batches
-        for number, row in enumerate(np.flatnonzero(self._inputs()).tolist()):
+        for number, row in enumerate(np.flatnonzero(self._rows.inputs).tolist()):
             birth = plan.batch + number * TICK
             self._add_one(int(table.nbytes[row]) * micro, birth, plan.end, Category.INPUT)
-
-    def _inputs(self) -> Mask:
-        table = self._source.lifetimes
-        return (table.category == Category.INPUT) & (table.birth > self._source.step_ticks[0])
 
     def _forward(self, action: Action, plan: _Plan, first: bool) -> None:
         table, stage = self._source.lifetimes, action.stage
         prelude, body = plan.copies[action]
         backward = plan.copies[Action(False, stage, action.micro)][0]
         for copy in (prelude, body):
-            births = copy.window.holds(table.birth) & ~self._kept
+            births = copy.window.holds(table.birth) & ~self._rows.kept
             if copy is prelude and stage > 0:
-                births &= ~self._embeddings[table.module]
+                births &= ~self._rows.embedded
             rows = np.flatnonzero(births)
             death = table.death[rows]
             # What dies in another stage's part (masks, positions) dies when this one's ends.
@@ -219,8 +218,7 @@ class StageReplay:
             for inside in (prelude, body, backward):
                 here = inside.window.holds(death)
                 later[here] = inside.move(death[here])
-            held = plan.end if self._waits_at_the_end else backward.end
-            later[np.isin(rows, self._sent(stage))] = held
+            later[np.isin(rows, self._rows.sent(stage))] = self._sent_until(action, plan)
             self._add(rows, copy.move(table.birth), later, copy, full=False)
             self._copy_ops(copy, Phase.FORWARD)
         if first:
@@ -229,9 +227,9 @@ class StageReplay:
     def _backward(self, action: Action, plan: _Plan, sent: int, first: bool) -> None:
         table, window = self._source.lifetimes, self._stages.backward[action.stage]
         [copy] = plan.copies[action]
-        rows = np.flatnonzero(window.holds(table.birth) & ~self._kept)
-        keys = self._gradient_keys(rows, action.stage)
-        tied = np.isin(table.key[rows], list(self._tied)) & (keys < 0)
+        rows = np.flatnonzero(window.holds(table.birth) & ~self._rows.kept)
+        keys = self._rows.gradient_keys(rows, action.stage)
+        tied = np.isin(table.key[rows], list(self._rows.tied)) & (keys < 0)
         # The sum of a tied parameter's two gradients is made nowhere.
         rows, keys = (x[~tied | (table.category[rows] != Category.GRADIENT)] for x in (rows, keys))
         gradient = keys >= 0
@@ -239,81 +237,45 @@ class StageReplay:
         later = np.full(len(rows), sent, np.int64)
         inside = window.holds(death) & ~gradient
         later[inside] = copy.move(death[inside])
-        ready = self._ready_ticks(rows, keys, window)
+        ready = self._rows.ready_ticks(rows, keys, window)
         later[gradient] = self._dropped if action.micro == 0 else copy.move(ready[gradient])
         for key, tick in zip(keys[gradient].tolist(), ready[gradient].tolist(), strict=True):
             self._ready[self._step, key] = int(copy.move(tick))
         self._add(rows, copy.move(table.birth), later, copy, full=False, keys=keys)
+        self._arriving_gradients(copy, sent)
         self._copy_ops(copy, Phase.BACKWARD)
         if first:
             self._persist(self._stages.forward[-1].end, int(NEVER) - 1, copy)
 
-    def _sent(self, stage: int) -> Ints:
-        """The stage's output, which is held until its backward returns (``fwd_cache``)."""
-        outputs = self._stages.outputs
-        return outputs[stage] if stage < len(outputs) else np.empty(0, np.int64)
+    def _sent_until(self, action: Action, plan: _Plan) -> int:
+        """Until when the output of this forward is held.
 
-    # -- which rows are what ---------------------------------------------------------------------
-
-    def _gradient_keys(self, rows: NDArray[np.int64], stage: int) -> NDArray[np.int64]:
-        """The parameter whose gradient each row is, -1 for others.
-
-        A tied parameter's gradient is made twice: on the last stage where the head's part is left
-        over for the embedding's backward, on the first by the embedding itself.
+        By ``fwd_cache`` until its backward returns, and by the send's handle. 1F1B drops a handle
+        when it sends again; the last one of the warm-up it keeps until all forwards are done.
         """
-        table = self._source.lifetimes
-        keys = np.where(table.category[rows] == Category.GRADIENT, table.key[rows], -1).astype(np.int64)
-        for key, nbytes in self._tied.items():
-            keys[keys == key] = -1
-            same = np.flatnonzero(table.nbytes[rows] == nbytes)
-            if stage == self._stages.number - 1:
-                mine = same[~self._stages.backward[stage].holds(table.death[rows[same]])]
-            else:
-                name = "embedding_dense_backward"
-                mine = np.array(
-                    [i for i in same if self._source.op_name(int(table.birth_op[rows[i]])) == name],
-                    np.int64,
-                )
-            keys[mine[:1]] = key
-        return keys
+        if self._waits_at_the_end:
+            return plan.end
+        backward = Action(False, action.stage, action.micro)
+        ends = [plan.copies[backward][0].end]
+        ahead = next(i for i, done in enumerate(self._order) if not done.forward)
+        if action.micro == ahead - 2:
+            forwards = [i for i, done in enumerate(self._order) if done.forward]
+            ends.append(plan.copies[self._order[forwards[-1] + 1]][0].end)
+        return max(ends)
 
-    def _ready_ticks(
-        self, rows: NDArray[np.int64], keys: NDArray[np.int64], window: Window
-    ) -> NDArray[np.int64]:
-        """When each row that is a gradient has been accumulated."""
-        born = self._source.lifetimes.birth[rows]
-        ready = born + 1
-        for i in np.flatnonzero(keys >= 0).tolist():
-            tick = self._source.gradient_ready.get((0, int(keys[i])))
-            if tick is not None and born[i] < tick <= window.end:
-                ready[i] = tick
-        return ready
-
-    def _tied_keys(self) -> dict[int, int]:
-        """Parameters on two stages: key -> bytes."""
-        return {
-            p.key: int(self._source.lifetimes.nbytes[p.row])
-            for p in self._source.parameters
-            if len(self._holders[p.key]) > 1 and p.trainable
-        }
-
-    def _persistent(self) -> Mask:
-        """Workspaces that stay once they are there (cuBLAS): made by whoever comes first."""
-        table = self._source.lifetimes
-        born = table.birth > self._source.step_ticks[0]
-        return born & (table.death == NEVER) & (table.category == Category.WORKSPACE)  # type: ignore[no-any-return]
+    def _arriving_gradients(self, copy: _Copy, sent: int) -> None:
+        table, window = self._source.lifetimes, copy.window
+        for row, tick in self._rows.added_to(window):
+            death = int(table.death[row])
+            later = int(copy.move(death)) if death <= window.end else sent
+            birth = int(copy.move(tick))
+            self._add_one(int(table.nbytes[row]), birth, later, Category.ACTIVATION_GRADIENT)
 
     def _persist(self, start: int, end: int, copy: _Copy) -> None:
         table = self._source.lifetimes
-        for row in np.flatnonzero(self._kept & Window(start, end).holds(table.birth)).tolist():
+        kept = self._rows.kept & Window(start, end).holds(table.birth)
+        for row in np.flatnonzero(kept).tolist():
             self._add_one(int(table.nbytes[row]), copy.base + 1, int(NEVER), Category.WORKSPACE)
-
-    def _before_the_layers(self) -> Mask:
-        """Modules before the first layer that have parameters: the embeddings."""
-        names = {
-            p.name.rpartition(".")[0] for p in self._source.parameters if 0 in self._holders[p.key]
-        }
-        return np.array([m in names for m in self._source.modules], np.bool_)
 
     # -- adding ----------------------------------------------------------------------------------
 

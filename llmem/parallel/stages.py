@@ -90,7 +90,7 @@ def stages_of(trace: Trace, number: int) -> Stages:
             f"{number} pipeline stages need as many layers, and the model has {len(layers)}; lower "
             "--pp (or --virtual-stages)"
         )
-    names = _split(layers, number)
+    names = split_layers(layers, number)
     starts = {p: tick // TICK * TICK for tick, p, _ in reversed(trace.phase_ticks)}
     forward, backward = starts[Phase.FORWARD], starts[Phase.BACKWARD]
     end = min(t for t, _, _ in trace.phase_ticks if t > backward + 1) // TICK * TICK
@@ -107,7 +107,12 @@ def stages_of(trace: Trace, number: int) -> Stages:
     return Stages(trace, Window(forward, enter[0]), forwards, backwards, names, outputs)
 
 
-def _split(layers: list[str], number: int) -> list[list[str]]:
+def split_layers(layers: list[str], number: int) -> list[list[str]]:
+    """The layers of each of ``number`` stages, in order; earlier ones get what does not divide.
+
+    >>> split_layers(["a", "b", "c"], 2)
+    [['a', 'b'], ['c']]
+    """
     each, more = divmod(len(layers), number)
     bounds = [stage * each + min(stage, more) for stage in range(number + 1)]
     return [layers[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from llmem import models
 from llmem.errors import LlmemError
-from llmem.spec import RunSpec, checkpoints_reentrantly
+from llmem.spec import RunSpec
+from llmem.trace.adapters import check_adapters, with_adapters
 from llmem.trace.as_transformers import dress
-from llmem.trace.batch import batch_maker
+from llmem.trace.batch import batch_maker, note_packing
+from llmem.trace.checkpointing import check_checkpointing, checkpoint_layers
+from llmem.trace.in_backward import InBackward, check_in_backward, in_backward
+from llmem.trace.losses import check_loss, chunk_loss
 from llmem.trace.mixed_precision import mixed_precision
-from llmem.trace.optimizers import OptimizerPlan, plan_optimizer
+from llmem.trace.optimizers import OptimizerPlan, check_optimizer, plan_optimizer
+from llmem.trace.quantize import finish, quantize
 from llmem.trace.step import TrainingStep
 from llmem.trace.tensor_parallel import by_mesh, clip_by_mesh, shard
+from llmem.trace.tp_plans import check_tp_plan, step_class
 
 
 @dataclass
@@ -34,16 +41,23 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
 
     ``cuda`` says whose defaults count: those of a GPU or those of a CPU.
     """
-    notes: list[str] = []
+    notes: list[str] = [note_packing(spec)] if spec.packed else []
+    for check in (check_adapters, check_optimizer, check_in_backward, check_checkpointing, check_loss, check_tp_plan):
+        check(spec)
     model = build_model(spec, device, notes)
     dress(model, spec.as_transformers, notes.append)
     head = head_modules(model)
+    quantize(model, spec, notes, cuda=cuda)
     if spec.method != "full":
-        model = _with_adapters(model, spec, notes)
+        model = with_adapters(model, spec, notes, cuda=cuda)
         head = head_modules(model)
+        finish(model, spec, notes)
+    if spec.task == "generate":
+        return _generation(model, spec, notes, head, device=device, cuda=cuda)
     _use_cache(model, spec, notes)
     if spec.gradient_checkpointing:
-        _checkpoint(model, spec, notes)
+        checkpoint_layers(model, spec, notes, device=device)
+    chunk_loss(model, spec, notes)
     plan = plan_optimizer(spec.optim, cuda=cuda)
     notes.append(f"optimizer: {plan.name}, {plan.implementation} ({plan.why})")
     if spec.tp > 1:
@@ -52,9 +66,14 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
     if not trainable:
         raise LlmemError("no parameter of this model is trained; check --method and its targets")
     mixed = mixed_precision(spec, model, device, cuda=cuda, notes=notes)
-    step = TrainingStep(
+    if spec.optimizer_in_backward:
+        optimizer: torch.optim.Optimizer = in_backward(plan, model, trainable)
+    else:
+        optimizer = plan.build({"params": group} for group in by_mesh(trainable))
+        plan.settle(model, optimizer)
+    step = step_class(spec)(
         model=model,
-        optimizer=plan.build({"params": group} for group in by_mesh(trainable)),
+        optimizer=optimizer,
         make_batch=batch_maker(model, spec, device),
         max_grad_norm=spec.max_grad_norm,
         clip_foreach=True,  # torch's own choice on CUDA and on CPU tensors
@@ -66,14 +85,29 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
         zero_grad=spec.zero_grad,
         hold_outputs=spec.hold_outputs,
     )
+    if isinstance(optimizer, InBackward):
+        optimizer.attach(step)
+        notes.append("optimizer: one for each parameter, run in backward as its gradient is ready")
     return Prepared(model, step, plan, head, notes)
+
+
+def _generation(
+    model: torch.nn.Module, spec: RunSpec, notes: list[str], head: set[str], *, device: str, cuda: bool
+) -> Prepared:
+    from llmem.trace.generate import generation_step
+
+    step = generation_step(model, spec, batch_maker(model, spec, device), notes)
+    return Prepared(model, cast(Any, step), plan_optimizer(spec.optim, cuda=cuda), head, notes)
 
 
 def build_model(spec: RunSpec, device: str, notes: list[str]) -> torch.nn.Module:
     """The bare model of ``spec``: built from its source, or the module or callable given."""
     if isinstance(spec.model, torch.nn.Module):
         notes.append("model: the nn.Module given")
-        return spec.model
+        changed = (
+            spec.method != "full" or spec.loss == "chunked" or spec.optimizer_in_backward
+        )  # for good
+        return deepcopy(spec.model) if changed else spec.model
     if callable(spec.model):
         with torch.device(device):
             made = spec.model()
@@ -96,44 +130,6 @@ def build_model(spec: RunSpec, device: str, notes: list[str]) -> torch.nn.Module
     return model
 
 
-def _with_adapters(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> torch.nn.Module:
-    if spec.method == "qlora":
-        raise LlmemError("--method qlora is not supported yet; use --method lora")
-    from peft import LoraConfig, get_peft_model
-
-    targets: Any = spec.lora_target_modules
-    if isinstance(targets, tuple):
-        targets = list(targets)
-    config = LoraConfig(
-        r=spec.lora_r,
-        lora_alpha=spec.lora_alpha,
-        lora_dropout=spec.lora_dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM" if "CausalLM" in type(model).__name__ else None,
-    )
-    try:
-        adapted = get_peft_model(
-            model,  # type: ignore[arg-type]
-            config,
-            autocast_adapter_dtype=spec.autocast_adapter_dtype,
-        )
-    except ValueError as error:
-        raise LlmemError(f"peft refuses this LoRA: {str(error).splitlines()[0]}") from error
-    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in adapted.parameters() if p.requires_grad}
-    notes.append(
-        f"LoRA: r {spec.lora_r}, targets {', '.join(sorted(adapted_targets(adapted)))}; "
-        f"{trained:,} trained parameters in {' and '.join(sorted(dtypes))} (peft's choice)"
-    )
-    return adapted
-
-
-def adapted_targets(model: Any) -> list[str]:
-    """The module names that peft put adapters on."""
-    found = next(iter(model.peft_config.values())).target_modules
-    return [found] if isinstance(found, str) else list(found or [])
-
-
 def _use_cache(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
     config = getattr(model, "config", None)
     if config is None or not getattr(config, "use_cache", False):
@@ -143,23 +139,6 @@ def _use_cache(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
         notes.append("use_cache: off (TrainingArguments.use_cache's default)")
     elif spec.hold_outputs:
         notes.append("use_cache: on, keys and values live until the next forward")
-
-
-def _checkpoint(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
-        raise LlmemError(
-            f"{type(model).__name__} does not support gradient checkpointing; "
-            "leave --gradient-checkpointing out"
-        )
-    reentrant = checkpoints_reentrantly(spec.as_transformers)
-    # The RNG state is kept on the host; keeping it fails for meta tensors.
-    enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant, "preserve_rng_state": False})
-    if reentrant and spec.method != "full":  # as peft's and TRL's preparations do
-        model.enable_input_require_grads()  # type: ignore[operator]
-    notes.append(
-        f"gradient checkpointing: every layer, use_reentrant {reentrant} (transformers' default)"
-    )
 
 
 def head_modules(model: torch.nn.Module) -> set[str]:

@@ -79,7 +79,7 @@ class Place(Tape):
         # An op that makes no node shares the number of the last one that did.
         sequence = torch._C._autograd._get_sequence_nr() - 1
         self._sequence_module.setdefault(sequence, module)
-        if self._in_head:
+        if self._in_head or module in self._head_modules:  # a head may be computed again
             self._sequence_head.add(sequence)
             return module, Category.LOGITS_AND_LOSS
         return module, Category.ACTIVATION

@@ -13,9 +13,10 @@ import torch
 
 from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile, get_device
-from llmem.lifetimes import Phase, Trace
+from llmem.lifetimes import Category, Phase, Trace
 from llmem.spec import RunSpec
 from llmem.trace import standins
+from llmem.trace.adapters import as_on_the_host
 from llmem.trace.as_transformers import behave_like
 from llmem.trace.autocast import autocast_for
 from llmem.trace.build import (
@@ -26,10 +27,12 @@ from llmem.trace.build import (
     master_dtypes,
     prepare,
 )
+from llmem.trace.generate import check_generation, recorder_of
 from llmem.trace.kernels import kernels_of, scratch_of
 from llmem.trace.micro_batch import one_micro_batch, without_optimizer
 from llmem.trace.mixed_precision import adapters_first_seen_in_fp32, inside_engine
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
+from llmem.trace.quantize import layers_known, statistics
 from llmem.trace.recorder import Recorder
 from llmem.trace.standins.select import stand_ins_for
 from llmem.trace.tensor_parallel import rank_of, sharded_dimensions
@@ -57,10 +60,13 @@ def trace_spec(
     there is no autocast); the dtypes it keeps them in are the trace's ``masters``. For a pipeline it
     is one micro-batch, without optimizer.
     """
+    if spec.task == "generate":
+        check_generation(spec)
+        steps = 1
     alone = nullcontext() if spec.tp == 1 or device != "meta" else rank_of(spec.tp, tp_rank)
     if spec.pp > 1:
         spec, steps = one_micro_batch(spec), 1
-    with alone:
+    with alone, layers_known(spec, device):
         return _trace_spec(spec, device, steps or spec.steps, compute_dtype)
 
 
@@ -77,11 +83,11 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
         prepared.step.forward_context = mixed.forward_context
         prepared.step.outputs_of = mixed.outputs_of
         adapters_first_seen_in_fp32(prepared.model)
-    recorder = Recorder(
+    recorder = recorder_of(spec, device)(
         devices=frozenset({device} if cuda else {"meta", "cpu"}),
         scratch=scratch_of(target, spec.as_torch) if cuda else None,
     )
-    recorder.padding = spec.padding
+    recorder.padding = spec.padding or spec.packed  # positions start again: masks are not full
     recorder.assumptions += prepared.assumptions
     if spec.pp > 1:
         without_optimizer(prepared.step)
@@ -89,12 +95,15 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
     if compute_dtype is not None:
         compute_in(prepared.model, compute_dtype)
     recorder.add_model(prepared.model)
+    for name, tensor in statistics(prepared.model):
+        recorder.add_existing(tensor, Category.PARAMETER, name)
     with ExitStack() as stack:
         if device == "meta":
             stack.enter_context(kernels_of(target, recorder.note, spec.sdpa_backend, spec.as_torch))
             stack.enter_context(stand_ins_for(spec, prepared.model, target, recorder.note))
             stack.enter_context(multi_tensor_ops_on_meta())
             stack.enter_context(autocast_for("cuda" if target.is_cuda else "cpu"))
+        stack.enter_context(as_on_the_host(prepared.model, device, cuda=cuda))
         stack.enter_context(behave_like(spec.as_transformers, recorder.note))
         stack.enter_context(recorder.watch_composites(device))
         _run(prepared, recorder, stack, steps)

@@ -25,6 +25,7 @@ from llmem.lifetimes import (
     Touch,
     Trace,
 )
+from llmem.trace.optimizers import size_of_state
 
 _ROW = ("nbytes", "birth", "death", "birth_op", "death_op", "category", "module", "key")
 """Columns of a lifetime while it is recorded."""
@@ -62,6 +63,7 @@ class Tape:
         self._parameter_tensors: list[torch.Tensor] = []
         self._gradient_ready: dict[tuple[int, int], int] = {}
         self._optimizer: dict[str, Any] = {}
+        self._first_state: dict[str, int] | None = None
         self.assumptions: list[str] = []
 
     # -- what exists before the step -------------------------------------------------------------------
@@ -209,19 +211,16 @@ class Tape:
         """Mark the storages that the optimizer now keeps."""
         pairs = zip(self._parameters, self._parameter_tensors, strict=True)
         keys = {id(tensor): parameter.key for parameter, tensor in pairs}
-        elements = nbytes = 0
         for tensor, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    numel = local_of(value).numel()
-                    elements += numel
-                    nbytes += numel * value.element_size()
                     self.label(value, Category.OPTIMIZER_STATE, keys.get(id(tensor), -1))
-        self._optimizer = {
-            "name": type(optimizer).__name__,
-            "state_elements": elements,
-            "state_bytes": nbytes,
-        }
+        size = size_of_state(optimizer, local_of).to_json()
+        if len(self._step_ticks) <= 1:
+            self._first_state = size
+        self._optimizer = {"name": type(optimizer).__name__, **size}
+        if self._first_state not in (None, size):
+            self._optimizer["first"] = self._first_state
 
     # -- the result ------------------------------------------------------------------------------------
 

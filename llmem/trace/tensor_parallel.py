@@ -1,9 +1,10 @@
-"""Tensor parallelism of transformers: shard a model by its ``tp_plan``, and trace one rank of it.
+"""Tensor parallelism: shard a model by a plan, and trace one rank of it.
 
-The plan is carried out by transformers itself (``distributed/tensor_parallel.py``): parameters
-become DTensors and linear layers redistribute their inputs and outputs. On meta the same code runs
-in a process group that communicates with nobody, so collectives are ops like any other, and
-allocate what the real ones allocate: a functional all-reduce a copy of its input, an all-gather an
+The plan is carried out by transformers itself (its ``tp_plan``, ``distributed/tensor_parallel.py``)
+or by torch's ``parallelize_module`` (``llmem.trace.tp_plans``): parameters become DTensors and
+linear layers redistribute their inputs and outputs. On meta the same code runs in a process group
+that communicates with nobody, so collectives are ops like any other, and allocate what the real
+ones allocate: a functional all-reduce a copy of its input, an all-gather an
 output of all shards, and DTensor's ``cat`` or padding around it.
 """
 
@@ -21,6 +22,7 @@ from torch.library import Library
 
 from llmem.errors import LlmemError
 from llmem.spec import RunSpec
+from llmem.trace import tp_plans
 
 # -- the model -------------------------------------------------------------------------------------
 
@@ -29,18 +31,25 @@ def shard(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
     """Give every parameter of ``model`` its part of ``spec.tp`` ranks, in the current process group.
 
     The group has ``spec.tp`` ranks, or a multiple: then neighbours share a replica. Raises
-    LlmemError if transformers has no plan for the model, or one that cannot be carried out.
+    LlmemError if ``spec.tp_plan`` does not know the model, or cannot be carried out.
     """
-    plan = _plan(model, spec)
-    _untie(model)
-    apply_plan(model, plan, spec.tp)
+    if spec.method != "full":
+        raise LlmemError(f"--tp with --method {spec.method} is not supported yet; use --method full")
+    if spec.tp_plan == "torchtitan":
+        said = tp_plans.parallelize(model, spec, lambda: _mesh(spec.tp))
+        _own_memory(model)
+    else:
+        plan = _plan(model, spec)
+        _untie(model)
+        apply_plan(model, plan, spec.tp)
+        styles = sorted(set(plan.values()))
+        said = (
+            f"tensor parallelism: transformers' tp_plan of {type(model).__name__} on {spec.tp} "
+            f"ranks ({', '.join(styles)}), every rank of them on the same batch"
+        )
     tie: Any = model.tie_weights
     tie()
-    styles = sorted(set(plan.values()))
-    notes.append(
-        f"tensor parallelism: transformers' tp_plan of {type(model).__name__} on {spec.tp} ranks "
-        f"({', '.join(styles)}), every rank of them on the same batch"
-    )
+    notes.append(said)
 
 
 def _untie(model: torch.nn.Module) -> None:
@@ -57,20 +66,9 @@ def _untie(model: torch.nn.Module) -> None:
 
 def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
     """The plan with its layer numbers filled in: name of a module or parameter -> style."""
-    name = type(model).__name__
-    if spec.method != "full":
-        raise LlmemError(f"--tp with --method {spec.method} is not supported yet; use --method full")
     if not getattr(model, "tp_plan", None):
-        raise LlmemError(f"transformers has no tp_plan for {name}; leave --tp out")
-    config: Any = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, what, None)
-        if isinstance(heads, int) and heads % spec.tp:
-            raise LlmemError(
-                f"--tp {spec.tp} cannot split {name}'s {heads} {what}: transformers gives every rank "
-                "whole heads of its own; use a divisor of both numbers of heads"
-            )
+        raise LlmemError(f"transformers has no tp_plan for {type(model).__name__}; leave --tp out")
+    tp_plans.check_heads(model, spec)
     try:
         from transformers.distributed import DistributedConfig
 
@@ -89,7 +87,6 @@ def apply_plan(model: torch.nn.Module, plan: dict[str, str], degree: int) -> Non
 
     The name of a parameter shards it, the name of its module hooks that; both are needed.
     """
-    from torch.distributed.tensor import DTensor
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     try:
@@ -98,7 +95,14 @@ def apply_plan(model: torch.nn.Module, plan: dict[str, str], degree: int) -> Non
         raise LlmemError(
             f"transformers cannot shard {type(model).__name__}: {str(error).splitlines()[0]}"
         ) from error
-    for parameter in model.parameters():  # memory of its own, as a loaded shard has
+    _own_memory(model)
+
+
+def _own_memory(model: torch.nn.Module) -> None:
+    """Let shards be no views of whole parameters, as loaded ones are none."""
+    from torch.distributed.tensor import DTensor
+
+    for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             local = parameter._local_tensor
             parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
@@ -237,19 +241,24 @@ def _propagation_unseen(stack: ExitStack) -> None:
     read its strides.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.utils._python_dispatch import _disable_current_modes
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-    original: Any = ShardingPropagator.propagate_op_sharding_non_cached
-
-    def propagate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return original(self, *args, **kwargs)
-
-    _replace(stack, ShardingPropagator, "propagate_op_sharding_non_cached", propagate)
+    for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
+        _replace(stack, ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
     _replace(
         stack, TensorParallelLayer, "_from_local_last_dim_shard", staticmethod(_last_dim_shard)
     )
+
+
+def _unseen(function: Any) -> Any:
+    """``function`` with no recorder watching."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _last_dim_shard(local: torch.Tensor, mesh: Any, size: int) -> Any:

@@ -197,4 +197,5 @@ def test_real_processes_hold_what_is_predicted() -> None:
     for name, record in zip(CASES, measure_all(specs, timeout_s=240), strict=True):
         rows = [r for r in validate(record) if r.metric in ("peak", "first", "steady")]
         assert {row.rank for row in rows} == {0, 1}
-        assert max(abs(row.error) for row in rows) < 0.001, name
+        for row in rows:  # 256 bytes: scalars that a process holds, in a model of 140 KB
+            assert abs(row.predicted - row.measured) <= max(256, 0.001 * row.measured), name

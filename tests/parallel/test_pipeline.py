@@ -70,11 +70,12 @@ def spec_of(pp: int, micro_batches: int, schedule: str) -> RunSpec:
     )  # fmt: skip
 
 
-def most_alive(trace: Trace, op: str) -> int:
-    """The most outputs of ``op`` that are alive at once."""
+def most_alive(trace: Trace, op: str, module: str = "") -> int:
+    """The most outputs of ``op`` (in ``module``) that are alive at once."""
     table = trace.lifetimes
     names = np.array([trace.op_name(int(o)) == op for o in table.birth_op])
-    mine = table.take(names)
+    inside = np.array([trace.modules[m].startswith(module) for m in table.module.tolist()])
+    mine = table.take(names & inside)
     return max(int(mine.alive_at(tick).sum()) for tick in mine.birth.tolist())
 
 
@@ -84,9 +85,43 @@ def most_alive(trace: Trace, op: str) -> int:
 )
 def test_micro_batches_in_flight(schedule: str, held: list[int]) -> None:
     assert [in_flight(actions(schedule, 4, rank, 8)) for rank in range(4)] == held
-    trace = toy_trace(4)
-    found = [most_alive(rank_trace(trace, 4, rank, 8, schedule), "tanh") for rank in range(4)]
-    assert found == held
+    trace = toy_trace(8)  # two layers per stage: the first one's output is kept, not sent
+    ranks = [rank_trace(trace, 4, rank, 8, schedule) for rank in range(4)]
+    assert [most_alive(ranks[r], "tanh", f"layers.{2 * r}") for r in range(4)] == held
+
+
+def test_what_was_sent_is_held_by_the_handle_of_its_send() -> None:
+    """1F1B keeps the last handle of the warm-up until all forwards are done: one output more.
+
+    Rank 0 of 2, four micro-batches: F0 F1 B0 F2 B1 F3 B2 B3. F0's output outlives B0.
+    """
+    trace = rank_trace(toy_trace(2), 2, 0, 4, "1f1b")
+    assert most_alive(trace, "tanh") == 3  # F0's, F1's and F2's; later F0's, F2's and F3's
+    assert most_alive(rank_trace(toy_trace(2), 2, 1, 4, "1f1b"), "tanh") == 1  # sends nothing
+
+
+class Residual(Layer):
+    """x -> x + tanh(linear(x)): backward adds to the gradient that it gets."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def test_a_gradient_that_arrives_is_not_added_to_in_place() -> None:
+    with torch.device("meta"):
+        model, x = Toy(3), torch.empty(ROWS, WIDTH)
+        model.layers = torch.nn.ModuleList(Residual() for _ in range(3))
+    whole = llmem.trace(lambda: model(x).backward(), model=model, steps=1, gpu="cpu")
+    whole.wrapped = [f"layers.{number}" for number in range(3)]
+    added = []
+    for rank in range(3):
+        trace = rank_trace(whole, 3, rank, 3, "gpipe")
+        table = trace.lifetimes
+        first = table.birth < trace.step_ticks[1]
+        new = first & (table.category == Category.ACTIVATION_GRADIENT) & (table.birth_op == -1)
+        added.append(table.nbytes[new].tolist())
+    # The first stage's input needs no gradient, the last one's arrives from nowhere.
+    assert added == [[], [HIDDEN] * 3, []]
 
 
 def test_interleaved_order() -> None:

@@ -1,0 +1,178 @@
+"""Rows of ``public_runs.csv``, which holds many sources: one row per run and counter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llmem.measure.published_run import CannotExpress, Line, Run, minor, model_of, run_of, whole
+from llmem.spec import RunSpec, make_spec
+
+
+def public(line: Line) -> Run:
+    """A row, read as its source needs; kernels and habits that are not modelled are named."""
+    metric = {"max_allocated": "allocated", "max_reserved": "reserved", "max_active": "active"}
+    shape = f"batch {line['batch_size_per_gpu']} x {line['seq_len']}"
+    name = f"{line['model']} {line['method']} {line['parallel_strategy']} {shape} {line['notes']}"
+    measured = line["measured_bytes"]
+    return run_of(
+        lambda: _public_spec(line), source=line["source"], name=name[:110],
+        metric=metric.get(line["metric"], line["metric"]),
+        measured=whole(measured) if measured else 0, grade=line["grade"],
+    )  # fmt: skip
+
+
+def _public_spec(line: Line) -> RunSpec:
+    if not line["measured_bytes"]:
+        raise CannotExpress("it ran out of memory: no figure")
+    if line["model"].startswith("op:") or line["method"].startswith("op-level"):
+        raise CannotExpress("one op, not a training run")
+    if line["grade"] == "C":
+        raise CannotExpress("a rough figure: its configuration is incomplete")
+    if line["metric"] not in ("max_allocated", "max_reserved", "max_active"):
+        raise CannotExpress(f"the counter is {line['metric']}")
+    if line["compile"] == "True":
+        raise CannotExpress("torch.compile")
+    make = _SOURCES.get(line["source"])
+    if make is None:
+        raise CannotExpress(f"model code and loop of {line['source']}")
+    return make(line)
+
+
+_PEFT_LENGTH = 650
+"""Tokens of the longest batch: with them LoRA of rank 32 reserves 21,254 MiB, as was measured."""
+
+
+def _peft(line: Line) -> RunSpec:
+    """peft's MetaMathQA: base in bf16, fp32 adapters, no autocast, no checkpointing, batch 4.
+
+    The padded length of the longest batch is not recorded (768 is the limit): it is set from the
+    rows of rank 32, which are therefore not graded. Outputs live until the next forward.
+    """
+    config = json.loads(line["adapter_config_json"] or "{}")
+    if line["method"] != "peft:LORA":
+        raise CannotExpress(f"adapters of kind {line['method'].removeprefix('peft:')}")
+    if "Llama" not in line["model"]:
+        raise CannotExpress("no language model")
+    if "rank32;" in line["notes"]:
+        raise CannotExpress("the padded length of the whole benchmark was set from this run")
+    if "steps1000" in line["notes"]:
+        raise CannotExpress("another number of steps, so another longest batch")
+    special = [k for k in ("use_dora", "use_bdlora", "use_qalora") if config.get(k)]
+    if special or line["optimizer"].startswith("lora-fa") or "mica" in line["notes"]:
+        raise CannotExpress("a variant of LoRA or of its optimizer that is not modelled")
+    targets = config.get("target_modules")
+    return make_spec(
+        model=model_of(line["model"]), per_device_train_batch_size=4, seq_length=_PEFT_LENGTH,
+        padding=True, method="lora", lora_r=config["r"], lora_alpha=config["lora_alpha"],
+        lora_dropout=config.get("lora_dropout") or 0.0,
+        lora_target_modules=tuple(targets) if isinstance(targets, list) else targets,
+        param_dtype="bf16", optim="adamw_torch", hold_outputs=True, gpu="l40s",
+        as_torch=minor(line["torch_version"]),
+        as_transformers=minor(line["transformers_version"]),
+        gradient_checkpointing=line["grad_checkpointing"].lower().startswith("true"),
+    )  # fmt: skip
+
+
+_TITAN_CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"gradient_checkpointing": True},
+    "full AC": {"gradient_checkpointing": True},
+    "selective op": {"gradient_checkpointing": True, "checkpoint_policy": "op"},
+}
+
+
+def _torchtitan(line: Line) -> RunSpec:
+    """torchtitan's own Llama, taken for transformers' of the same shapes: fp32 under FSDP2 in bf16.
+
+    The run script sets expandable segments; AdamW is fused, gradients are clipped. The row that
+    says "step 1" has no optimizer states yet.
+    """
+    if line["parallel_strategy"] not in ("FSDP2", "FSDP2 eager", "FSDP2+TP"):
+        raise CannotExpress(f"{line['parallel_strategy'] or 'no strategy'} of torchtitan")
+    if line["model"] != "Llama-2-7B" and line["grad_checkpointing"] == "full":
+        raise CannotExpress(
+            "less was reserved than states and full logits take: the loss is unknown"
+        )
+    if "step 1" in line["notes"]:
+        raise CannotExpress("the first step alone, read before optimizer states exist")
+    if not line["compute_dtype"].startswith("bf16 ("):
+        raise CannotExpress(f"computes in {line['compute_dtype']}")
+    checkpoints = _TITAN_CHECKPOINTS.get(line["grad_checkpointing"] or "none")
+    if checkpoints is None or not set(checkpoints) <= set(RunSpec.model_fields):
+        raise CannotExpress(f"checkpointing '{line['grad_checkpointing']}'")
+    if not line["seq_len"].isdecimal() or not line["batch_size_per_gpu"].isdecimal():
+        raise CannotExpress("batch or length is not a number")
+    tp = whole(line["tp"] or "1")
+    if tp > 1:
+        raise CannotExpress("torchtitan's tensor parallelism shards otherwise (SP, loss parallel)")
+    return make_spec(
+        model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
+        seq_length=int(line["seq_len"]), param_dtype="fp32", bf16=True,
+        optim="adamw_torch_fused", gpus=whole(line["world_size"]), strategy="fsdp2",
+        gpu=_gpu(line["gpu"]), alloc_conf="expandable_segments:True", **checkpoints,
+    )  # fmt: skip
+
+
+def _fsdp_qlora(line: Line) -> RunSpec:
+    """AnswerDotAI/fsdp_qlora: LoRA of rank 64 on all linears in bf16, reentrant checkpoints."""
+    if "offload" in line["notes"] and "cpu_offload" in line["notes"]:
+        raise CannotExpress("parameters offloaded by FSDP1")
+    if line["method"] == "qlora":
+        raise CannotExpress("4-bit weights sharded by FSDP1")
+    if line["parallel_strategy"].startswith("DDP"):
+        raise CannotExpress("FSDP1's NO_SHARD")
+    return make_spec(
+        model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
+        seq_length=int(line["seq_len"]), method="lora", lora_r=64, lora_alpha=16,
+        lora_target_modules="all-linear", autocast_adapter_dtype=False, param_dtype="bf16",
+        optim="adamw_torch", gradient_checkpointing=True, as_transformers="4.39",
+        gpus=whole(line["world_size"]), strategy="fsdp", gpu=_gpu(line["gpu"]),
+    )  # fmt: skip
+
+
+def _accelerate(line: Line) -> RunSpec:
+    """accelerate's FSDP2 benchmark; figures were read off a plot (within 40 MiB)."""
+    if "before FSDP without fix" in line["notes"] or ", no fix" in line["notes"]:
+        raise CannotExpress("an optimizer made before FSDP2 shards, without accelerate's fix")
+    if line["metric"] == "max_allocated":
+        raise CannotExpress("allocated bytes were sampled every 10 ms, which misses peaks")
+    return make_spec(
+        model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
+        seq_length=int(line["seq_len"]), param_dtype="fp32", bf16=True, optim="adamw_torch",
+        gpus=whole(line["world_size"]), strategy="fsdp2", gpu="h100-80gb",
+    )  # fmt: skip
+
+
+def _torchtune(line: Line) -> RunSpec:
+    """torchtune's own Llama, taken for transformers', all in bf16, on one GPU."""
+    if line["seq_len"] != "4096 packed" or line["parallel_strategy"] not in ("", "none"):
+        raise CannotExpress("lengths or sharding of torchtune that the row leaves open")
+    return make_spec(
+        model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
+        seq_length=4096, param_dtype="bf16", optim="adamw_torch", max_grad_norm=0.0,
+        gradient_checkpointing=line["grad_checkpointing"] == "full", gpu="a100-80gb",
+    )  # fmt: skip
+
+
+_GPUS = {
+    "H100 96GB": "h100-80gb",
+    "H100": "h100-80gb",
+    "RTX 3090": "rtx3090",
+    "RTX 4090": "rtx4090",
+}
+"""Cards under the name of the profile whose kernels they have."""
+
+
+def _gpu(name: str) -> str:
+    return _GPUS.get(name, name)
+
+
+_SOURCES: dict[str, Callable[[Line], RunSpec]] = {
+    "huggingface/peft": _peft,
+    "pytorch/torchtitan": _torchtitan,
+    "AnswerDotAI/fsdp_qlora": _fsdp_qlora,
+    "huggingface/accelerate": _accelerate,
+    "pytorch/torchtune": _torchtune,
+}
