@@ -24,7 +24,7 @@ from typing import Any
 
 from experiments.public_runs.table import DATA, Row, show, summarise
 from llmem.estimate import estimate
-from llmem.spec import DType, Method, make_spec
+from llmem.spec import DType, make_spec
 
 PRESETS = {"mistralai/Mistral-7B-v0.1": "mistral-7b", "meta-llama/Meta-Llama-3-8B": "llama-3.1-8b"}
 """Llama-3.1-8B has the shapes of Llama-3-8B."""
@@ -40,7 +40,7 @@ class Run:
     model: str
     gpus: int
     batch: int
-    method: Method
+    method: str
     dtype: DType
     bf16: bool
     transformers: str

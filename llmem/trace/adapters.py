@@ -166,7 +166,9 @@ class MadeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def as_on_the_host(model: torch.nn.Module, device: str, *, cuda: bool) -> AbstractContextManager[Any]:
+def as_on_the_host(
+    model: torch.nn.Module, device: str, *, cuda: bool
+) -> AbstractContextManager[Any]:
     """Where adapters make small tensors in every forward: token indices, masks of virtual tokens.
 
     They are made on the host and copied to the GPU; for CPU kernels they are where they are used.

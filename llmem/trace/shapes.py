@@ -14,6 +14,9 @@ import torch
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor that fills its storage."""
 
+Layouts = list[Layout | None]
+"""Of each output; None where there is none."""
+
 LONGEST_LIST = 8
 """Lists of more tensors (foreach ops) are not looked up: the question is as long as the answer."""
 
@@ -21,46 +24,53 @@ LONGEST_LIST = 8
 class KnownShapes:
     """Outputs of ops on meta tensors, made without asking torch again.
 
-    Only of ops that return one new tensor: no views, nothing in place, no scalars.
+    Only of ops that return new tensors: no views, nothing in place, no scalars.
     """
 
     def __init__(self) -> None:
         self._asked: dict[Any, bool] = {}
-        self._layouts: dict[Any, Layout | None] = {}
+        self._layouts: dict[Any, Layouts | None] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """``func(*args, **kwargs)``, or a tensor just like it."""
-        makes_one = self._asked.get(func)
-        if makes_one is None:
-            makes_one = self._asked[func] = makes_one_tensor(func)
-        question = _question(func, args, kwargs) if makes_one else None
+        """``func(*args, **kwargs)``, or tensors just like its own."""
+        makes_new = self._asked.get(func)
+        if makes_new is None:
+            makes_new = self._asked[func] = makes_new_tensors(func)
+        question = _question(func, args, kwargs) if makes_new else None
         if question is None:
             return func(*args, **kwargs) if kwargs else func(*args)
-        layout = self._layouts.get(question)
-        if layout is not None:
-            shape, stride, dtype = layout
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        layouts = self._layouts.get(question)
+        if layouts is not None:
+            made = [_empty(layout) for layout in layouts]
+            return tuple(made) if len(made) > 1 else made[0]
         out = func(*args, **kwargs) if kwargs else func(*args)
         if question not in self._layouts:
-            self._layouts[question] = _layout_of_new(out, args)
+            self._layouts[question] = _layouts_of_new(out, args)
         return out
 
 
-def makes_one_tensor(func: Any) -> bool:
-    """Whether an op of torch's own returns one tensor that shares no memory with its arguments.
+def makes_new_tensors(func: Any) -> bool:
+    """Whether an op of torch's own returns tensors that share no memory with its arguments.
 
-    >>> makes_one_tensor(torch.ops.aten.mul.Tensor), makes_one_tensor(torch.ops.aten.mul_.Tensor)
+    >>> makes_new_tensors(torch.ops.aten.mul.Tensor), makes_new_tensors(torch.ops.aten.mul_.Tensor)
     (True, False)
-    >>> makes_one_tensor(torch.ops.aten.view.default)
+    >>> makes_new_tensors(torch.ops.aten.view.default)
     False
     """
     schema = func._schema
     return (
         func.namespace == "aten"
-        and len(schema.returns) == 1
-        and isinstance(schema.returns[0].type, torch.TensorType)
+        and len(schema.returns) > 0
+        and all(isinstance(r.type, torch.TensorType) for r in schema.returns)
         and all(a.alias_info is None for a in (*schema.returns, *schema.arguments))
     )
+
+
+def _empty(layout: Layout | None) -> torch.Tensor | None:
+    if layout is None:
+        return None
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _question(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -95,16 +105,24 @@ def _describe(items: Any, asked: list[Any]) -> bool:
     return True
 
 
-def _layout_of_new(out: Any, args: tuple[Any, ...]) -> Layout | None:
-    """The layout of ``out`` if it alone fills a storage just large enough."""
-    if type(out) is not torch.Tensor or not out.is_meta or out.storage_offset():
-        return None
-    storage = out.untyped_storage()
-    if any(
-        isinstance(a, torch.Tensor) and a.untyped_storage()._cdata == storage._cdata for a in args
-    ):
-        return None
-    again = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-    if again.untyped_storage().nbytes() != storage.nbytes():
-        return None
-    return out.shape, out.stride(), out.dtype
+def _layouts_of_new(out: Any, args: tuple[Any, ...]) -> Layouts | None:
+    """Layouts of what an op has made, if each alone fills a storage just large enough."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    given = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+    layouts: list[Layout | None] = []
+    for tensor in outputs:
+        if tensor is None:  # a gradient that nobody asked for
+            layouts.append(None)
+            continue
+        if type(tensor) is not torch.Tensor or not tensor.is_meta or tensor.storage_offset():
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in given:
+            return None
+        given.add(storage._cdata)
+        layout = (tensor.shape, tensor.stride(), tensor.dtype)
+        again = _empty(layout)
+        if again is None or again.untyped_storage().nbytes() != storage.nbytes():
+            return None
+        layouts.append(layout)
+    return layouts

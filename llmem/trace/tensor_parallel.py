@@ -34,7 +34,9 @@ def shard(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
     LlmemError if ``spec.tp_plan`` does not know the model, or cannot be carried out.
     """
     if spec.method != "full":
-        raise LlmemError(f"--tp with --method {spec.method} is not supported yet; use --method full")
+        raise LlmemError(
+            f"--tp with --method {spec.method} is not supported yet; use --method full"
+        )
     if spec.tp_plan == "torchtitan":
         said = tp_plans.parallelize(model, spec, lambda: _mesh(spec.tp))
         _own_memory(model)
@@ -79,7 +81,9 @@ def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
             f"--tp needs transformers 5.24 or later, which shards by DTensor ({error})"
         ) from None
     except ValueError as error:
-        raise LlmemError(f"transformers refuses --tp {spec.tp}: {str(error).splitlines()[0]}") from None
+        raise LlmemError(
+            f"transformers refuses --tp {spec.tp}: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def apply_plan(model: torch.nn.Module, plan: dict[str, str], degree: int) -> None:

@@ -151,9 +151,7 @@ def _layer_plan(layer: torch.nn.Module, *, sp: bool) -> dict[str, Any]:
         input_kwarg_layouts={"hidden_states": stream},
         desired_input_kwarg_layouts={"hidden_states": Replicate()},
     )
-    plan["mlp"] = PrepareModuleInput(
-        input_layouts=(stream,), desired_input_layouts=(Replicate(),)
-    )
+    plan["mlp"] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
     return plan
 
 

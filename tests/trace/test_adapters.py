@@ -84,13 +84,11 @@ REAL = [
     ("llama", "loha", "fp32"),
     ("llama", "adalora", "bf16"),
     ("llama", "adalora", "fp32"),
-    ("llama", "tinylora", "bf16"),
     ("llama", "prefix_tuning", "bf16"),
     ("gpt2", "rslora, biases", "fp32"),
     ("gpt2", "vera", "bf16"),
     ("gpt2", "prompt_tuning", "fp32"),
     ("t5", "ia3", "fp32"),
-    ("t5", "lokr", "bf16"),
     ("t5", "lora and tokens", "bf16"),
 ]
 
@@ -239,12 +237,12 @@ def tinyllama(**fields: Any) -> Trace:
 
 def test_the_rank_of_lora_is_almost_free() -> None:
     def measured(rank: int) -> tuple[int, int]:
-        trace = tinyllama(method="lora", lora_r=rank, lora_target_modules="all-linear")
+        trace = tinyllama(method="lora", lora_r=rank)
         return int(replay(trace.lifetimes).requested.max()), trained(trace)
 
     (small, few), (large, many) = measured(8), measured(64)
     assert many == 8 * few
-    assert large < 1.1 * small
+    assert large < 1.05 * small
 
 
 def test_at_long_sequences_lora_keeps_most_of_the_activations_of_full_fine_tuning() -> None:

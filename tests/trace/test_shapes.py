@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmem.trace.shapes import KnownShapes, makes_one_tensor
+from llmem.trace.shapes import KnownShapes, makes_new_tensors
 
 aten = torch.ops.aten
 
@@ -56,6 +56,21 @@ def test_the_second_answer_is_the_first_and_torch_is_asked_once(case: Any) -> No
     assert op.calls == 1
 
 
+def test_ops_with_several_outputs() -> None:
+    x, weight = meta(3, 4), meta(4)
+    op, known = Counted(aten.native_layer_norm.default), KnownShapes()
+    first, second = (known.call(op, (x, [4], weight, weight, 1e-5), None) for _ in range(2))
+    assert [layout(t) for t in first] == [layout(t) for t in second]
+    assert [tuple(t.shape) for t in second] == [(3, 4), (3, 1), (3, 1)]
+    assert op.calls == 1
+    backward = Counted(aten.native_layer_norm_backward.default)
+    args = (x, x, [4], first[1], first[2], weight, weight, [True, False, False])
+    for _ in range(2):  # gradients that nobody asked for are None
+        made = known.call(backward, args, None)
+        assert made[0].shape == (3, 4) and made[1] is None and made[2] is None
+    assert backward.calls == 1
+
+
 def test_equal_numbers_of_other_types_are_other_questions() -> None:
     known, x = KnownShapes(), meta(3, dtype=torch.int64)
     dtypes = [known.call(aten.mul.Tensor, (x, n), None).dtype for n in (1, 1.0, True, 1)]
@@ -64,7 +79,7 @@ def test_equal_numbers_of_other_types_are_other_questions() -> None:
 
 def test_views_and_ops_in_place_are_left_alone() -> None:
     known, x = KnownShapes(), meta(3, 4)
-    assert not any(map(makes_one_tensor, (aten.view.default, aten.add_.Tensor, aten.topk.default)))
+    assert not any(map(makes_new_tensors, (aten.view.default, aten.add_.Tensor, aten.unbind.int)))
     for _ in range(2):
         # no alias in its schema, and yet a view
         assert known.call(aten._unsafe_view.default, (x, [12]), None).untyped_storage()._cdata == (

@@ -12,7 +12,7 @@ from llmem.lifetimes import Phase, Trace
 from llmem.spec import RunSpec, make_spec
 from llmem.trace.run import trace_spec
 
-BATCH, TOKENS, WIDTH, VOCABULARY, LAYERS = 2, 8, 8, 10, 2
+BATCH, TOKENS, WIDTH, VOCABULARY, LAYERS = 3, 8, 8, 10, 2
 FLOAT = 4
 ROWS = BATCH * TOKENS * FLOAT
 """Bytes of one fp32 column over all tokens."""
@@ -172,7 +172,8 @@ def test_replicas_of_a_sharded_model() -> None:
     assert sorted(r for rank in ddp.ranks for r in rank.table.ranks) == [0, 1, 2, 3]
     fsdp = estimate(toy(2, strategy="fsdp2", **fields))
     [of_ddp, of_fsdp] = (found.ranks[0].breakdown["parameters"] for found in (ddp, fsdp))
-    assert of_ddp == 2 * of_fsdp - WIDTH * FLOAT  # five rows of head and embedding go as 3 and 2
+    # Five rows of the embedding and five of the head go in parts of 3 and 2.
+    assert of_ddp == 2 * of_fsdp - 2 * WIDTH * FLOAT
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,10 @@ def test_replicas_of_a_sharded_model() -> None:
         ({"sp": True, "seq_length": 7}, "--sp cannot split 7 tokens over 2 ranks"),
         ({"sp": True, "padding": True}, "leave --padding out"),
         ({"sp": True, "attn_implementation": "eager"}, "--sp leaves no mask for eager attention"),
-        ({"sp": True, "gpus": 4, "pp": 2}, "--sp with --pp is not supported yet"),
+        (
+            {"sp": True, "gpus": 4, "pp": 2, "micro_batches": 1},
+            "--sp with --pp is not supported yet",
+        ),
         ({"loss_parallel": True, "liger": True}, "--loss-parallel splits torch's cross-entropy"),
         ({"model": "gpt2"}, "plan does not know GPT2LMHeadModel"),
         ({"model": {**TOY, "num_key_value_heads": 1}}, "1 num_key_value_heads: torchtitan gives"),
@@ -221,9 +225,9 @@ def test_torch_is_left_as_it_was() -> None:
 def test_real_processes() -> None:
     from llmem.measure import measure, validate
 
-    spec = toy(2, sp=True, loss_parallel=True, optim="adamw_torch", max_grad_norm=1.0)
-    rows = validate(measure(spec, steps=2))
+    spec = toy(2, sp=True, loss_parallel=True, optim="adamw_torch", max_grad_norm=1.0, steps=2)
+    rows = validate(measure(spec))
     peaks = [row for row in rows if row.metric in ("peak", "first", "steady")]
-    assert len(peaks) == 6
-    # The scalar that torch counts targets in, 4 bytes, and its host copy.
-    assert all(abs(row.predicted - row.measured) <= 12 for row in peaks)
+    assert {row.rank for row in peaks} == {0, 1} and len(peaks) == 6
+    # Not traced: what Tensor.to makes inside loss_parallel, a float per token and two scalars.
+    assert all(0 <= row.measured - row.predicted <= ROWS + 2 * FLOAT for row in peaks)
