@@ -58,8 +58,8 @@ def _touches_nothing(func: Any) -> bool:
 def _whole_kernel(func: Any) -> Any:
     """The dispatch key at which to run a composite op so that it falls apart, or None.
 
-    Autograd's keys take composite ops apart before a dispatch mode sees them; inference mode has
-    no such keys and hands them over whole.
+    Autograd's keys take composite ops apart before a dispatch mode sees them. Inference mode has no
+    such keys and hands them over whole, and so do handlers of tensor subclasses (DTensor's).
     """
     keys = torch._C.DispatchKey
     if not func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd):
@@ -99,7 +99,7 @@ class Recorder(Place, TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.is_inference_mode_enabled():
+        if self._in_subclass or torch.is_inference_mode_enabled():
             if func not in self._whole:
                 self._whole[func] = _whole_kernel(func)
             if (key := self._whole[func]) is not None:

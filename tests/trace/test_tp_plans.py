@@ -229,5 +229,6 @@ def test_real_processes() -> None:
     rows = validate(measure(spec))
     peaks = [row for row in rows if row.metric in ("peak", "first", "steady")]
     assert {row.rank for row in peaks} == {0, 1} and len(peaks) == 6
-    # Not traced: what Tensor.to makes inside loss_parallel, a float per token and two scalars.
-    assert all(0 <= row.measured - row.predicted <= ROWS + 2 * FLOAT for row in peaks)
+    # Real cross-entropy on a CPU keeps a float per token and two scalars more than are traced.
+    gaps = {(row.rank, row.metric): row.measured - row.predicted for row in peaks}
+    assert all(0 <= gap <= ROWS + 2 * FLOAT for gap in gaps.values()), gaps
