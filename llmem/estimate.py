@@ -244,13 +244,16 @@ def _interval(worst: Rank, device: DeviceProfile, spec: RunSpec) -> tuple[int, i
     Below: the allocator could not do with less than the allocated peak, and the context and
     libraries take their least. Above: reserved memory plus what stays unsplit at the peak (a
     different order of the same requests can leave as much again unused), and the most the
-    context and libraries take.
+    context and libraries take. Batches padded to their own longest row ask for other sizes each time:
+    then the largest cached block may not serve any of them, and counts again.
     """
     if not device.is_cuda:
         return worst.peak.requested, worst.peak.requested
     communicators = [device.nccl(ranks) for ranks in _communicators(spec)]
     parts = [device.context, device.handles, *communicators]
     slack = worst.peak.reserved - worst.peak.allocated
+    if spec.padding:
+        slack += int(worst.timeline.block_bytes.max())
     low = worst.peak.allocated + sum(part.low for part in parts)
     high = worst.peak.reserved + slack + sum(part.high for part in parts)
     return low, high

@@ -11,7 +11,8 @@ Kind of truth: 3, published measured runs (data/README.md). Two questions.
    xMem's seconds leave out the CPU training that it needs.
 2. All public runs that both can express, on one GPU and on several: ours beside each baseline of
    ``llmem compare``. Where the counter is torch's or NVML's growth, the baseline's base (context and
-   NCCL) is taken as 0. Where a baseline wins is said.
+   NCCL) is taken as 0. Most baselines do not know adapters and answer as if all were trained, so full
+   fine-tuning is also shown alone. Where a baseline wins is said.
 """
 
 from __future__ import annotations
@@ -143,10 +144,12 @@ def _errors(found: ErrorSummary) -> tuple[str, ...]:
 
 def side_by_side(report: Report, console: Console) -> None:
     """Each baseline and ours on the rows that both can express."""
-    groups = {
-        "one GPU": [i for i, g in enumerate(report.graded) if _gpus(g) == 1],
-        "several GPUs": [i for i, g in enumerate(report.graded) if _gpus(g) > 1],
-    }
+    groups: dict[str, list[int]] = {}
+    for index, item in enumerate(report.graded):
+        where = "one GPU" if _gpus(item) == 1 else "several GPUs"
+        what = "full" if item.run.spec and item.run.spec.method == "full" else "adapters"
+        for title in (where, f"{where}, {what}"):
+            groups.setdefault(title, []).append(index)
     for title, indices in groups.items():
         console.print(f"\n[bold]2. All public runs that both can express, {title}[/bold]")
         table = Table(box=None, pad_edge=False)
