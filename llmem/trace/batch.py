@@ -53,7 +53,7 @@ def batch_maker(model: torch.nn.Module, spec: RunSpec, device: str) -> Callable[
 
 def _check_length(config: Any, spec: RunSpec) -> None:
     limit = max_positions(config)
-    name = spec.model if isinstance(spec.model, str) else config.model_type
+    name = spec.model if isinstance(spec.model, str) else getattr(config, "model_type", "the model")
     if limit is not None and spec.seq_length > limit:
         raise LlmemError(
             f"{spec.seq_length} tokens are more than the {limit} positions that {name} has "
