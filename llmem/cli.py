@@ -14,7 +14,7 @@ import click
 
 from llmem import __version__
 from llmem.errors import LlmemError
-from llmem.options import run_options, spec_fields
+from llmem.options import run_options, spec_fields, split_names
 
 json_option = click.option(
     "--json", "json_out", metavar="PATH|-", help="Write JSON; '-' prints it and nothing else."
@@ -108,8 +108,7 @@ def plan(model: str, **options: Any) -> None:
         from llmem.plan import plan as run
         from llmem.spec import make_spec
 
-        named = options["strategies"]
-        names = None if named is None else [part.strip() for part in named.split(",")]
+        names = split_names(options["strategies"])
         gpus = fields.get("gpus", 1)
         fields.setdefault("strategy", "ddp" if gpus > 1 else "none")
         result = run(make_spec(**fields), strategies=names)
@@ -154,8 +153,7 @@ def compare(model: str, **options: Any) -> None:
         from llmem.compare import compare as run
         from llmem.spec import make_spec
 
-        named = options["baselines"]
-        names = NAMES if named is None else tuple(part.strip() for part in named.split(","))
+        names = split_names(options["baselines"]) or NAMES
         document = run(
             make_spec(**fields),
             names=names,
@@ -249,8 +247,7 @@ def _validate_published(
     with working("Predicting published runs", quiet=json_out == "-"):
         from llmem.measure.grading import validate_published
 
-        names = [] if baselines is None else [part.strip() for part in baselines.split(",")]
-        report = validate_published(files, baselines=names)
+        report = validate_published(files, baselines=split_names(baselines) or ())
     if _write_json(report.to_json(), json_out):
         return
     from llmem.report.published import print_published

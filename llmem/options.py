@@ -187,7 +187,7 @@ def spec_fields(model: str, options: dict[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in given.items() if value is not None}
     targets = fields.get("lora_target_modules")
     if targets is not None and targets != "all-linear":
-        fields["lora_target_modules"] = tuple(part.strip() for part in targets.split(","))
+        fields["lora_target_modules"] = split_names(targets)
     if "modules_to_save" in fields:
         names = fields["modules_to_save"].split(",")
         fields["modules_to_save"] = tuple(name.strip() for name in names)
@@ -197,3 +197,8 @@ def spec_fields(model: str, options: dict[str, Any]) -> dict[str, Any]:
         fields["reshard_after_forward"] = words.get(reshard.lower(), reshard)
     from_files, notes = read_configs(options.pop("config", ()))
     return {"model": model, **from_files, **fields, "notes": notes}
+
+
+def split_names(text: str | None) -> tuple[str, ...] | None:
+    """The names in an option's ``A,B``; None if it was not given."""
+    return None if text is None else tuple(part.strip() for part in text.split(","))

@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,24 @@ def table(names: Iterable[str]) -> None:
             f"{strategy}: {len(found)} configurations, error of the peak: median "
             f"{statistics.median(found):.3%}, largest {max(found):.3%}, {within} within 0.1%"
         )
+
+
+def command(
+    arguments: list[str],
+    description: str,
+    every: Iterable[tuple[str, RunSpec]],
+    show: Callable[[Iterable[str]], None],
+) -> None:
+    """``measure`` or ``table`` of those of ``every`` whose name contains ``--only``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("action", choices=["measure", "table"])
+    parser.add_argument("--only", default="", help="names that contain this text")
+    given = parser.parse_args(arguments)
+    chosen = {name: spec for name, spec in every if given.only in name}
+    if given.action == "measure":
+        measure_matrix(chosen)
+    else:
+        show(chosen)
 
 
 def main(arguments: list[str]) -> None:

@@ -16,7 +16,6 @@ TensorIterator makes an fp32 copy of the latter (``aten::add`` > ``aten::_to_cop
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
@@ -26,33 +25,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from matrix import LORA, RECORDS, measure_matrix
+from matrix import FAMILIES as SHALLOW
+from matrix import LORA, RECORDS, command
 
 from llmem.measure import validate
 from llmem.measure.launch import read_record
 from llmem.spec import RunSpec, make_spec
 
-_LAYERS = 9  # eight stages of four ranks, and one layer more for the first
-_GROUPED = {
-    "vocab_size": 1021, "hidden_size": 98, "intermediate_size": 266, "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 7, "num_key_value_heads": 1, "max_position_embeddings": 64,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+LAYERS = 9  # eight stages of four ranks, and one layer more for the first
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {
-        **_GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-        "tie_word_embeddings": False,
-    },
-    "qwen2": {
-        **_GROUPED, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
-        "tie_word_embeddings": True,
-    },
-    "gpt2": {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 1021,
-        "n_embd": 98, "n_layer": _LAYERS, "n_head": 7, "n_positions": 64, "bos_token_id": 1,
-        "eos_token_id": 2, "pad_token_id": 0,
-    },
-}  # fmt: skip
+    name: {**model, "n_layer" if name == "gpt2" else "num_hidden_layers": LAYERS}
+    for name, model in SHALLOW.items()
+}
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -120,17 +104,5 @@ def table(names: Iterable[str]) -> None:
     )
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("action", choices=["measure", "table"])
-    parser.add_argument("--only", default="", help="names that contain this text")
-    given = parser.parse_args(arguments)
-    chosen = {name: spec for name, spec in configurations() if given.only in name}
-    if given.action == "measure":
-        measure_matrix(chosen)
-    else:
-        table(chosen)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command(sys.argv[1:], (__doc__ or "").splitlines()[0], configurations(), table)

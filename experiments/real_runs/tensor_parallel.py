@@ -11,15 +11,15 @@ rank differs from the others.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from matrix import measure_matrix, table
+from matrix import command, table
 
 from llmem.spec import RunSpec, make_spec
 
@@ -55,65 +55,52 @@ def configurations() -> Iterator[tuple[str, RunSpec]]:
     yield from _torchtitan()
 
 
-def _torchtitan() -> Iterator[tuple[str, RunSpec]]:
-    """Every option in every family at every degree; precision and checkpointing rotate."""
-    number = 0
-    for family, rest in TITAN_FAMILIES.items():
-        for tp, gpus, strategy in DEGREES:
-            for option, fields in TITAN.items():
-                bf16, checkpointing = bool(number % 2), bool(number // 2 % 2)
-                number += 1
-                spec = make_spec(
-                    model={**_WIDTHS, **rest, "model_type": family},
-                    per_device_train_batch_size=3,
-                    seq_length=28,
-                    param_dtype="fp32",
-                    bf16=bf16,
-                    gradient_checkpointing=checkpointing,
-                    tp=tp,
-                    gpus=gpus,
-                    strategy=strategy,
-                    tp_plan="torchtitan",
-                    **fields,
-                )
-                parts = ["tp", "titan"] if strategy == "none" else ["tp", "titan", strategy]
-                parts += [family, str(gpus), option, "bf16" if bf16 else "fp32"]
-                yield "-".join(parts + (["ckpt"] if checkpointing else [])), spec
-
-
 def _transformers() -> Iterator[tuple[str, RunSpec]]:
     """24 of tensor parallelism alone, 12 of its product with FSDP2."""
-    for family, rest in FAMILIES.items():
-        for tp, gpus, strategy in DEGREES:
-            for bf16 in (False, True):
-                for checkpointing in (False, True):
-                    spec = make_spec(
-                        model={**_WIDTHS, **rest, "model_type": family},
-                        per_device_train_batch_size=3,
-                        seq_length=29,
-                        param_dtype="fp32",
-                        bf16=bf16,
-                        gradient_checkpointing=checkpointing,
-                        tp=tp,
-                        gpus=gpus,
-                        strategy=strategy,
-                    )
-                    parts = ["tp"] if strategy == "none" else ["tp", strategy]
-                    parts += [family, str(gpus), "bf16" if bf16 else "fp32"]
-                    yield "-".join(parts + (["ckpt"] if checkpointing else [])), spec
+    cases = product(FAMILIES.items(), DEGREES, (False, True), (False, True))
+    for (family, rest), degree, bf16, checkpointing in cases:
+        yield _one(family, rest, degree, bf16, checkpointing, seq_length=29)
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("action", choices=["measure", "table"])
-    parser.add_argument("--only", default="", help="names that contain this text")
-    given = parser.parse_args(arguments)
-    chosen = {name: spec for name, spec in configurations() if given.only in name}
-    if given.action == "measure":
-        measure_matrix(chosen)
-    else:
-        table(chosen)
+def _torchtitan() -> Iterator[tuple[str, RunSpec]]:
+    """Every option in every family at every degree; precision and checkpointing rotate."""
+    cases = product(TITAN_FAMILIES.items(), DEGREES, TITAN.items())
+    for number, ((family, rest), degree, (option, fields)) in enumerate(cases):
+        bf16, checkpointing = bool(number % 2), bool(number // 2 % 2)
+        yield _one(
+            family, rest, degree, bf16, checkpointing, plan="titan", option=option,
+            seq_length=28, tp_plan="torchtitan", **fields,
+        )  # fmt: skip
+
+
+def _one(
+    family: str,
+    rest: dict[str, Any],
+    degree: tuple[int, int, str],
+    bf16: bool,
+    checkpointing: bool,
+    *,
+    plan: str = "",
+    option: str = "",
+    **fields: Any,
+) -> tuple[str, RunSpec]:
+    tp, gpus, strategy = degree
+    spec = make_spec(
+        model={**_WIDTHS, **rest, "model_type": family},
+        per_device_train_batch_size=3,
+        param_dtype="fp32",
+        bf16=bf16,
+        gradient_checkpointing=checkpointing,
+        tp=tp,
+        gpus=gpus,
+        strategy=strategy,
+        **fields,
+    )
+    engine = "" if strategy == "none" else strategy
+    precision, recomputed = "bf16" if bf16 else "fp32", "ckpt" if checkpointing else ""
+    parts = ["tp", plan, engine, family, str(gpus), option, precision, recomputed]
+    return "-".join(part for part in parts if part), spec
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command(sys.argv[1:], (__doc__ or "").splitlines()[0], configurations(), table)

@@ -16,7 +16,7 @@ from llmem.parallel.fsdp1_pass import Fsdp1Options, Fsdp1Pass
 from llmem.parallel.sharded_step import Shard
 from llmem.parallel.units import units_of
 from llmem.spec import make_spec
-from tests.parallel.toy import toy_trace
+from tests.parallel.toy import collectives, toy_trace
 
 WEIGHT = 144
 ELEMENTS = 36
@@ -88,12 +88,7 @@ def test_mixed_precision_casts_the_shard_before_and_the_gradient_after() -> None
 
 def test_gathers_and_reduces_by_unit() -> None:
     _, trace = sharded(toy_trace())
-    order = [
-        (trace.op_name(op), trace.modules[trace.ops.module[op]])
-        for op in range(len(trace.ops))
-        if trace.ops.step[op] == 0 and trace.op_name(op) in ("all_gather", "reduce_scatter")
-    ]
-    assert order == [
+    assert collectives(trace) == [
         ("all_gather", ""),
         ("all_gather", "blocks.0"),
         ("all_gather", "blocks.1"),

@@ -11,7 +11,7 @@ from llmem.parallel.fsdp2 import Fsdp2Options, Fsdp2Pass
 from llmem.parallel.fsdp2_ranks import kinds_of_rank, options_of
 from llmem.parallel.units import units_of
 from llmem.spec import make_spec
-from tests.parallel.toy import toy_trace
+from tests.parallel.toy import collectives, toy_trace
 
 WEIGHT = 144
 SHARD = WEIGHT // 2
@@ -56,12 +56,7 @@ def test_nothing_gathered_survives_backward() -> None:
 
 def test_gathers_and_reduces_by_unit() -> None:
     _, trace = sharded(toy_trace())
-    order = [
-        (trace.op_name(op), trace.modules[trace.ops.module[op]])
-        for op in range(len(trace.ops))
-        if trace.ops.step[op] == 0 and trace.op_name(op) in ("all_gather", "reduce_scatter")
-    ]
-    assert order == [
+    assert collectives(trace) == [
         ("all_gather", ""),
         ("all_gather", "blocks.0"),
         ("all_gather", "blocks.1"),

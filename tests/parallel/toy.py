@@ -52,3 +52,12 @@ def toy_trace(steps: int = 2, dtype: torch.dtype = torch.float32) -> Trace:
     trace.wrapped = ["blocks.0", "blocks.1"]
     trace.masters = {p.key: p.dtype for p in trace.parameters}
     return trace
+
+
+def collectives(trace: Trace) -> list[tuple[str, str]]:
+    """The first step's gathers and reductions: op and unit, in order."""
+    return [
+        (trace.op_name(op), trace.modules[trace.ops.module[op]])
+        for op in range(len(trace.ops))
+        if trace.ops.step[op] == 0 and trace.op_name(op) in ("all_gather", "reduce_scatter")
+    ]

@@ -33,6 +33,8 @@ def stand_ins_for(
             note("flash-attn 2: " + (
                 "unpadded and padded again in every layer, no token dropped (an upper bound)"
                 if spec.padding
+                else "variable length, one sequence per document"
+                if spec.packed
                 else "dense, without a mask"
             ))  # fmt: skip
         if spec.liger:
