@@ -77,8 +77,8 @@ def _load(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, RecursionError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LlmemError(f"{path} cannot be read as JSON or YAML: {first}") from None
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise LlmemError(f"{path} cannot be read as JSON or YAML, mend it there: {said}") from None
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise LlmemError(f"{path} holds no mapping of names to values; check --config")
     return raw
