@@ -75,6 +75,16 @@ class Timeline:
             for name, members in BREAKDOWN.items()
         }
 
+    def by_part(self) -> dict[str, Ints]:
+        """Allocated bytes after each event, by part of the breakdown; they sum to ``allocated``."""
+        row = self.events.row
+        change = self.events.sign * self.block_bytes[row]
+        category = self.lifetimes.category[row]
+        return {
+            name: np.cumsum(np.where(np.isin(category, [int(c) for c in members]), change, 0))
+            for name, members in BREAKDOWN.items()
+        }
+
 
 def replay(
     lifetimes: Lifetimes,

@@ -53,6 +53,10 @@ def test_blocks_of_the_caching_allocator() -> None:
     assert parts["workspace"] == 1024
     assert parts["logits_and_loss"] == 3 * MIB
     assert timeline.segments == 2
+    curves = timeline.by_part()
+    assert curves["workspace"].tolist() == [1024, 1024, 1024]
+    assert curves["logits_and_loss"].tolist() == [0, 3 * MIB, 0]
+    assert list(curves) == list(BREAKDOWN)
 
 
 def test_remainder_of_a_large_block_belongs_to_it() -> None:

@@ -107,6 +107,11 @@ def clipped_mb(result: Estimate) -> float:
     return (result.fit.device + DRIVER) / MIB
 
 
+def unlimited_mb(result: Estimate) -> float:
+    """MiB that NVML would show on a card with room for all that the allocator asks for."""
+    return (result.worst.peak.device + DRIVER) / MIB
+
+
 def fits(model: str, batch: int, gpus: int = 1) -> bool:
     found = traced(model, batch, gpus).fit
     return found is not None and found.fits

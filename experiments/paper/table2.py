@@ -8,7 +8,18 @@ the card at 512 tokens, since the truths lie at 98.3 to 99.96% of it.
 
 from __future__ import annotations
 
-from experiments.paper.setting import CAPACITY_MB, baseline_mb, clipped_mb, fits, rows, traced
+from dataclasses import dataclass
+from statistics import fmean
+
+from experiments.paper.setting import (
+    CAPACITY_MB,
+    baseline_mb,
+    clipped_mb,
+    fits,
+    rows,
+    traced,
+    unlimited_mb,
+)
 from llmem.baselines.algorithm1 import largest_batch
 
 ESTIMATES = ("llmem-paper", "llmem-code", "dnnmem")
@@ -39,26 +50,49 @@ def error(value: float, truth: float) -> str:
     return f"{value:10,.0f} {value / truth - 1:+7.1%}"
 
 
-def show(row: dict[str, str]) -> tuple[float, float]:
-    """Print a model's block; returns the errors of the clipped tracer and of LLMem as published."""
+@dataclass(frozen=True)
+class Line:
+    """A model of the table, MiB: as published (``truth``, ``llmem``, ``dnnmem``) and ours.
+
+    ``ours`` holds the baselines at ``batch``; ``unlimited`` is the tracer with all the memory it asks
+    for, ``clipped`` on the card, which is what the published truth can show.
+    """
+
+    model: str
+    truth: float
+    llmem: float
+    dnnmem: float
+    batch: int
+    ours: dict[str, float]
+    unlimited: float
+    clipped: float
+
+
+def line_of(row: dict[str, str]) -> Line:
+    """The published row beside our estimates at the inferred batch."""
     model = row["model"]
-    truth, theirs, dnnmem = (float(row[k]) for k in ("truth_mb", "llmem_mb", "dnnmem_mb"))
     batch = largest_batch(lambda b: fits(model, b))
     result = traced(model, batch)
-    clipped = clipped_mb(result)
+    ours = {name: baseline_mb(name, model, batch) or 0.0 for name in ESTIMATES}
+    return Line(
+        model, *(float(row[k]) for k in ("truth_mb", "llmem_mb", "dnnmem_mb")), batch, ours,
+        unlimited_mb(result), clipped_mb(result),
+    )  # fmt: skip
+
+
+def show(line: Line) -> None:
+    """Print a model's block."""
+    model, truth, batch = line.model, line.truth, line.batch
     print(f"\n{model}: truth {truth:,.0f} MB (published); inferred batch {batch}")
     print(f"  {'':34}{'MB':>10} {'error':>7}")
-    print(f"  {'LLMem, published':34}{error(theirs, truth)}")
-    print(f"  {'DNNMem, published':34}{error(dnnmem, truth)}")
-    for name in ESTIMATES:
-        value = baseline_mb(name, model, batch)
-        assert value is not None
+    print(f"  {'LLMem, published':34}{error(line.llmem, truth)}")
+    print(f"  {'DNNMem, published':34}{error(line.dnnmem, truth)}")
+    for name, value in line.ours.items():
         other = baseline_mb(name, model, batch + 1) or 0.0
         print(f"  {name + ', ours':34}{error(value, truth)}   {other - value:+,.0f} for one more")
-    print(f"  {'tracer, Gemini, no limit':34}{error(result.worst.peak.device / 2**20, truth)}")
-    print(f"  {'tracer, Gemini, 16 GB card':34}{error(clipped, truth)}   the clipped truth")
-    sensitivity(model, batch, theirs)
-    return abs(clipped / truth - 1), abs(theirs / truth - 1)
+    print(f"  {'tracer, Gemini, no limit':34}{error(line.unlimited, truth)}")
+    print(f"  {'tracer, Gemini, 16 GB card':34}{error(line.clipped, truth)}   the clipped truth")
+    sensitivity(model, batch, line.llmem)
 
 
 def sensitivity(model: str, batch: int, published: float) -> None:
@@ -90,8 +124,11 @@ What the published numbers do not say, or say twice:
 
 
 def main() -> None:
-    errors = [show(row) for row in rows("table2")]
-    ours, theirs = (sum(column) / len(column) for column in zip(*errors, strict=True))
+    lines = [line_of(row) for row in rows("table2")]
+    for line in lines:
+        show(line)
+    ours = fmean(abs(line.clipped / line.truth - 1) for line in lines)
+    theirs = fmean(abs(line.llmem / line.truth - 1) for line in lines)
     print(f"\nmean error against the published truth: clipped tracer {ours:.1%}, "
           f"LLMem as published {theirs:.1%}")  # fmt: skip
     print(NOTES)

@@ -20,11 +20,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
+from experiments.public_runs import results
+from experiments.public_runs.results import TOOLS
 from experiments.public_runs.table import DATA
 from llmem.measure.grading import (
     ErrorSummary,
@@ -45,7 +48,6 @@ BASELINES = (
 )  # fmt: skip
 """All but ``xmem``, which would need a real CPU step of every run; its own figures are in part 1."""
 
-TOOLS = ("xMem", "DNNMem", "SchedTune", "LLMem")
 
 
 def whole_percent(cap: int, total: int) -> int:
@@ -206,7 +208,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=("xmem", "fms", "public"), help="one file, not all")
     parser.add_argument("--part", choices=("1", "2"), help="only one of the two questions")
+    parser.add_argument("--csv", nargs="?", type=Path, const=results.RESULTS, metavar="FILE",
+                        help="also write every row (default results/compare.csv)")  # fmt: skip
     given = parser.parse_args(arguments)
+    if given.csv and given.part == "1":
+        parser.error("--csv writes the rows of both parts; leave out --part 1")
     console = Console(highlight=False, width=160)
     files = [DATA / name for name in FILES if not given.only or name.startswith(given.only)]
     if given.part == "1":
@@ -214,6 +220,8 @@ def main(arguments: list[str] | None = None) -> None:
         xmem_part(graded, console)
         return
     report = validate_published(files, baselines=BASELINES)
+    if given.csv:
+        results.write(report, given.csv)
     xmem = [item for item in report.graded if item.run.source == "xMem"]
     if xmem and given.part != "2":
         xmem_part(xmem, console)

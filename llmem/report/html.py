@@ -11,7 +11,7 @@ import numpy as np
 from llmem.errors import LlmemError
 from llmem.estimate import Estimate, Rank
 from llmem.explain import largest_at_peak
-from llmem.lifetimes import BREAKDOWN, Phase
+from llmem.lifetimes import Phase
 from llmem.report.text import LABELS, size
 
 POINTS = 3000
@@ -82,7 +82,7 @@ def _figure(rank: Rank) -> Any:
     start = timeline.span(rank.table.trace.step_ticks[0], 2**62)[0]
     picked = _picked(timeline.allocated[start:]) + start
     figure = go.Figure()
-    for name, curve in _by_category(rank).items():
+    for name, curve in timeline.by_part().items():
         values = curve[picked] / GIB
         if values.max() > 0:
             figure.add_scatter(
@@ -104,18 +104,6 @@ def _figure(rank: Rank) -> Any:
         legend={"orientation": "h", "y": -0.15}, margin={"t": 40, "r": 20},
     )  # fmt: skip
     return Markup(figure.to_html(full_html=False, include_plotlyjs=True))
-
-
-def _by_category(rank: Rank) -> dict[str, np.ndarray]:
-    """Allocated bytes after each event, by part of the breakdown."""
-    timeline = rank.timeline
-    row = timeline.events.row
-    change = timeline.events.sign * timeline.block_bytes[row]
-    category = timeline.lifetimes.category[row]
-    return {
-        name: np.cumsum(np.where(np.isin(category, [int(m) for m in members]), change, 0))
-        for name, members in BREAKDOWN.items()
-    }
 
 
 def _picked(curve: np.ndarray) -> np.ndarray:
