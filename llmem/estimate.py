@@ -206,8 +206,9 @@ def outside_allocator(device: DeviceProfile, spec: RunSpec) -> dict[str, int]:
 
 def _communicators(spec: RunSpec) -> list[int]:
     """Ranks of each NCCL communicator: one per mesh dimension with more than one rank."""
-    data = spec.gpus // (spec.tp * spec.pp)
-    return [ranks for ranks in (data, spec.tp, spec.pp) if ranks > 1]
+    data = spec.gpus // (max(spec.tp, spec.ep) * spec.pp)
+    shard = spec.shard_ranks if data % spec.shard_ranks == 0 else data
+    return [ranks for ranks in (shard, data // shard, spec.tp, spec.cp, spec.ep, spec.pp) if ranks > 1]
 
 
 def _fit(

@@ -70,6 +70,12 @@ _WHAT = [
         "--liger", is_flag=True, default=None, help="Liger's kernels and its loss without logits."
     ),
     click.option(
+        "--kernels",
+        type=click.Choice(["model", "foak", "foak-liger"]),
+        help="foak: fms-acceleration's fused loss, RMSNorm, RoPE and, on 4-bit weights, LoRA; "
+        "foak-liger: the same with Liger's loss.",
+    ),
+    click.option(
         "--loss",
         type=click.Choice(["full", "chunked", "liger"]),
         help="full: logits of all tokens; chunked: TRL's, 256 tokens at a time; liger: Liger's "
@@ -91,6 +97,7 @@ _WHAT = [
     click.option(
         "--as-transformers", metavar="VERSION", help="Habits of that version, as far as known."
     ),
+    click.option("--as-peft", metavar="VERSION", help="Habits of that version, as far as known."),
     click.option("--as-torch", metavar="VERSION", help="Scratch and choices of that version."),
     click.option(
         "--quantization",
@@ -126,17 +133,37 @@ _WHERE = [
     click.option("--gpus", type=int, metavar="N", help="Processes, one GPU each."),
     click.option(
         "--strategy",
-        type=click.Choice(["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "gemini"]),
+        type=click.Choice(
+            ["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "gemini", "megatron"]
+        ),
     ),
     click.option("--tp", type=int, metavar="N", help="Tensor-parallel degree."),
     click.option(
         "--tp-plan",
-        type=click.Choice(["transformers", "torchtitan"]),
-        help="transformers: the model's own tp_plan (default); torchtitan: parallelize_module.",
+        type=click.Choice(["transformers", "torchtitan", "colossal", "megatron"]),
+        help="transformers: the model's own tp_plan (default); torchtitan: parallelize_module; "
+        "colossal: Colossal-AI's, every linear layer row-parallel, as LLMem ran it; megatron: "
+        "Megatron-LM's layers and loss.",
     ),
     click.option("--sp", is_flag=True, default=None, help="Sequence parallelism, in that plan."),
     click.option(
         "--loss-parallel", is_flag=True, default=None, help="Logits stay sharded, in that plan."
+    ),
+    click.option("--cp", type=int, metavar="N", help="Context-parallel degree, a part of --gpus."),
+    click.option(
+        "--cp-comm",
+        type=click.Choice(["allgather", "ring", "ulysses"]),
+        help="torch's context_parallel with all-gather (default) or a ring; or DeepSpeed-Ulysses.",
+    ),
+    click.option("--ep", type=int, metavar="N", help="Expert-parallel degree."),
+    click.option(
+        "--ep-plan",
+        type=click.Choice(["transformers", "alltoall"]),
+        help="transformers: ranks share a batch and slice it (default); alltoall: each has its own.",
+    ),
+    click.option(
+        "--routing-balance", type=float, metavar="X",
+        help="Tokens of an average expert-parallel rank over the busiest one's; default 1: even.",
     ),
     click.option("--pp", type=int, metavar="N", help="Pipeline-parallel degree."),
     click.option("--pp-schedule", type=click.Choice(["gpipe", "1f1b", "interleaved"])),
@@ -163,7 +190,21 @@ _WHERE = [
     click.option("--gradient-as-bucket-view", is_flag=True, default=None, help="DDP's argument."),
     click.option("--deepspeed", metavar="FILE", help="ds_config JSON, for zero1, zero2, zero3."),
     click.option("--offload", type=click.Choice(["none", "optimizer", "all"])),
-    click.option("--hybrid-shard", type=int, metavar="N", help="HSDP: GPUs that share one copy."),
+    click.option(
+        "--fsdp-transformer-layer-cls-to-wrap", metavar="A,B",
+        help="Classes that FSDP wraps; default: the model's _no_split_modules.",
+    ),
+    click.option(
+        "--fsdp-min-num-params", type=int, metavar="N", help="FSDP wraps by number of parameters."
+    ),
+    click.option(
+        "--hybrid-shard", "--dp-shard-size", "--data-parallel-shard-degree", "hybrid_shard",
+        type=int, metavar="N", help="HSDP: GPUs that share one copy (accelerate's, torchtitan's).",
+    ),
+    click.option(
+        "--dp-replicate-size", "--data-parallel-replicate-degree", "dp_replicate_size",
+        type=int, metavar="N", help="HSDP: copies of the parameters (accelerate's, torchtitan's).",
+    ),
     click.option("--alloc-conf", metavar="CONF", help="What PYTORCH_ALLOC_CONF takes."),
 ]
 
@@ -188,6 +229,9 @@ def spec_fields(model: str, options: dict[str, Any]) -> dict[str, Any]:
     targets = fields.get("lora_target_modules")
     if targets is not None and targets != "all-linear":
         fields["lora_target_modules"] = split_names(targets)
+    if "fsdp_transformer_layer_cls_to_wrap" in fields:
+        wrapped = split_names(fields["fsdp_transformer_layer_cls_to_wrap"])
+        fields["fsdp_transformer_layer_cls_to_wrap"] = wrapped
     if "modules_to_save" in fields:
         names = fields["modules_to_save"].split(",")
         fields["modules_to_save"] = tuple(name.strip() for name in names)

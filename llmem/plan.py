@@ -11,7 +11,7 @@ from llmem.baselines.algorithm1 import largest_batch
 from llmem.errors import LlmemError
 from llmem.estimate import Estimate, estimate_trace
 from llmem.lifetimes import Trace
-from llmem.parallel import ENGINES, compute_dtype
+from llmem.parallel import compute_dtype, is_modelled
 from llmem.scaling import Scaled, scaled
 from llmem.spec import RunSpec
 from llmem.trace.run import trace_spec
@@ -75,8 +75,13 @@ def plan(
 
 def default_strategies(spec: RunSpec) -> list[str]:
     """Every strategy that the number of GPUs allows and an engine models."""
-    alone = spec.gpus == 1
-    return [s for s in ORDER if s in ENGINES and (s == "none") == alone]
+    alone = spec.gpus == max(spec.tp, spec.ep) * spec.pp
+    return [
+        strategy
+        for strategy in ORDER
+        if (strategy == "none") == alone
+        and is_modelled(spec.model_copy(update={"strategy": strategy}))
+    ]
 
 
 class Source:

@@ -3,7 +3,7 @@
 ``by="paper"`` asks the paper's equations, against what nvidia-smi calls the card's total. By
 ``"trace"`` each method is the nearest that this program models, and the allocator decides: CDP is
 Gemini with whole chunks on every GPU, ADP is Gemini's sharded chunks (LLMem's own engine), TP is
-tensor parallelism by transformers' plan, DP+TP the same under FSDP2. A method that cannot be traced
+Colossal-AI's 1-D tensor parallelism under it, DP+TP the same in pairs. A method that cannot be traced
 has a reason and no batch. If nothing fits, the pick is to offload to the CPU: by trace that is ZeRO-3
 with everything offloaded.
 """
@@ -126,8 +126,8 @@ def spec_of(method: str, spec: RunSpec) -> RunSpec:
     fields: dict[str, dict[str, Any]] = {
         "CDP": {"strategy": "gemini", "gpus": 1},
         "ADP": {"strategy": "gemini"},
-        "TP": {"strategy": "none", "tp": spec.gpus, **mixed},
-        "DP+TP": {"strategy": "fsdp2", "tp": HYBRID_TP, **mixed},
+        "TP": {"strategy": "gemini", "tp": spec.gpus, "tp_plan": "colossal"},
+        "DP+TP": {"strategy": "gemini", "tp": HYBRID_TP, "tp_plan": "colossal"},
         CPU_OFFLOAD: {"strategy": "zero3", "offload": "all", **mixed},
     }
     return spec.model_copy(update=fields[method])

@@ -13,13 +13,16 @@ from llmem.errors import LlmemError
 from llmem.interop.peft_config import with_method
 from llmem.optim_names import OPTIMIZERS, unknown_optimizer
 
-Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "gemini"]
+Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "gemini", "megatron"]
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 DType = Literal["fp32", "bf16", "fp16"]
 CheckpointPolicy = Literal["full", "op"]
 Loss = Literal["full", "chunked", "liger"]
+Kernels = Literal["model", "foak", "foak-liger"]
 Quantization = Literal["none", "int8", "nf4", "fp4"]
-TPPlan = Literal["transformers", "torchtitan"]
+TPPlan = Literal["transformers", "torchtitan", "colossal", "megatron"]
+CPComm = Literal["allgather", "ring", "ulysses"]
+EPPlan = Literal["transformers", "alltoall"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Task = Literal["train", "generate"]
 CacheImplementation = Literal["dynamic", "static"]
@@ -60,6 +63,9 @@ class RunSpec(BaseModel):
     sdpa_backend: Literal["flash", "efficient", "cudnn", "math"] | None = None
     loss: Loss = "full"
     liger: bool = Field(False, description="Liger's kernels in place of the model's own layers")
+    kernels: Kernels = Field(
+        "model", description="the model's own layers, or fms-acceleration's fused ops and kernels"
+    )
 
     task: Task = "train"
     max_new_tokens: int = Field(64, ge=1, description="of generate, after seq_length tokens")
@@ -105,6 +111,10 @@ class RunSpec(BaseModel):
         True, description="peft's argument: adapters of 16-bit models are fp32 (always off < 0.12)"
     )
 
+    as_peft: str | None = Field(
+        None, description="peft version whose habits are assumed; None: the installed one"
+    )
+
     # quantised weights, as bitsandbytes has them; --method qlora alone means nf4
     quantization: Quantization = "none"
     double_quant: bool | None = Field(
@@ -125,6 +135,13 @@ class RunSpec(BaseModel):
     tp_plan: TPPlan = Field("transformers", description="which layers are split, and how")
     sp: bool = Field(False, description="norms and residual stream sharded over the sequence")
     loss_parallel: bool = Field(False, description="logits stay sharded over the vocabulary")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence, among the data-parallel")
+    cp_comm: CPComm = Field("allgather", description="how they see each other's keys and values")
+    ep: int = Field(1, ge=1, description="ranks that share a set of experts")
+    ep_plan: EPPlan = Field("transformers", description="whether they share a batch, or each its own")
+    routing_balance: float = Field(
+        1.0, gt=0, le=1, description="an average rank's tokens over those of the busiest, with ep"
+    )
     pp: int = Field(1, ge=1)
     pp_schedule: Schedule = Field("1f1b", description="of torch.distributed.pipelining")
     micro_batches: int | None = Field(
@@ -150,7 +167,14 @@ class RunSpec(BaseModel):
     )
     deepspeed: Any = Field(None, description="ds_config: a dict or the path of its JSON")
     offload: Literal["none", "optimizer", "all"] = "none"
+    fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] | None = Field(
+        None, description="classes that FSDP wraps; none: the root alone; None: _no_split_modules"
+    )
+    fsdp_min_num_params: int = Field(0, ge=0, description="FSDP wraps by size; 0: by class")
     hybrid_shard: int = Field(0, ge=0, description="HSDP: GPUs that share one copy; 0: all")
+    dp_replicate_size: int | None = Field(
+        None, ge=1, description="HSDP: copies of the parameters; None: as hybrid_shard leaves"
+    )
 
     notes: tuple[str, ...] = Field((), description="where fields came from, for the assumptions")
 
@@ -170,11 +194,68 @@ class RunSpec(BaseModel):
                 f"{self.gpus} GPUs cannot be split into tp {self.tp} x pp {self.pp}; "
                 f"make gpus a multiple of {self.tp * self.pp}"
             )
-        if self.strategy == "none" and self.gpus // (self.tp * self.pp) > 1:
+        self._check_replicas()
+        self._check_wrapping()
+        if self.gpus // (self.tp * self.pp) % self.cp:
+            raise ValueError(
+                f"--cp {self.cp} does not divide {self.gpus // (self.tp * self.pp)} data-parallel "
+                f"GPUs, which share the sequences; make gpus a multiple of {self.cp}"
+            )
+        if self.gpus % self.ep:
+            raise ValueError(
+                f"{self.gpus} GPUs cannot be split into groups of ep {self.ep}; make gpus a multiple "
+                f"of {self.ep}"
+            )
+        if self.strategy == "none" and self.gpus // (max(self.tp, self.ep) * self.pp) > 1:
             raise ValueError(
                 f"{self.gpus} GPUs need a strategy: add --strategy ddp, zero3, fsdp2 or another"
             )
         return self
+
+    def _check_replicas(self) -> None:
+        copies, data = self.dp_replicate_size, self.gpus // (self.tp * self.pp)
+        if copies is None or (copies == 1 and not self.hybrid_shard):
+            return
+        if self.strategy not in ("fsdp", "fsdp2"):
+            raise ValueError(
+                f"--dp-replicate-size {copies} is HSDP's; use it with --strategy fsdp2 or fsdp"
+            )
+        if data % copies:
+            raise ValueError(
+                f"--dp-replicate-size {copies} does not divide {data} data-parallel GPUs; choose a "
+                "divisor"
+            )
+        if self.hybrid_shard and self.hybrid_shard * copies != data:
+            raise ValueError(
+                f"{copies} copies of {self.hybrid_shard} GPUs each are not {data} data-parallel "
+                "GPUs; leave --dp-replicate-size or --dp-shard-size out"
+            )
+
+    def _check_wrapping(self) -> None:
+        by_class = self.fsdp_transformer_layer_cls_to_wrap is not None
+        if (by_class or self.fsdp_min_num_params) and self.strategy not in ("fsdp", "fsdp2"):
+            raise ValueError("what FSDP wraps was given; use --strategy fsdp or fsdp2 with it")
+        if by_class and self.fsdp_min_num_params:
+            raise ValueError(
+                "--fsdp-transformer-layer-cls-to-wrap and --fsdp-min-num-params exclude each other; "
+                "give one of them"
+            )
+
+    @property
+    def shard_ranks(self) -> int:
+        """Data-parallel ranks that share one copy of the parameters: all, or fewer under HSDP."""
+        data = self.gpus // (self.tp * self.pp)
+        return self.hybrid_shard or data // (self.dp_replicate_size or 1)
+
+    @property
+    def batches(self) -> int:
+        """Groups of GPUs with a batch of their own: those of tp, pp, cp and shared ep have one.
+
+        >>> make_spec(model="m", gpus=8, strategy="fsdp2", cp=4).batches
+        2
+        """
+        experts = self.ep if self.ep_plan == "transformers" else 1
+        return self.gpus // (max(self.tp, experts) * self.pp * self.cp)
 
     @property
     def tokens(self) -> int:

@@ -19,6 +19,8 @@ from experiments.public_runs.liger_case import (
     ids,
     randn,
 )
+from experiments.public_runs.liger_kernel_layers import KERNEL_LAYERS
+from experiments.public_runs.liger_kernel_losses import KERNEL_LOSSES
 from experiments.public_runs.liger_layers import GatedMlp, rope_inputs, rotated
 from llmem.trace.standins import liger_ops
 
@@ -147,8 +149,9 @@ KERNELS: dict[tuple[str, str], Callable[[Setting], Case]] = {
     **{
         (op, provider): gated_mlp
         for op in ("geglu", "swiglu", "tiled_geglu", "tiled_swiglu")
-        for provider in ("liger", "liger_triton")
+        for provider in ("liger", "liger_triton", "liger_cutile")
     },
+    **KERNEL_LAYERS,
+    **KERNEL_LOSSES,
 }
-"""(op, provider) -> its case. The other providers are kernels of other back ends, or losses and
-variants that llmem has no stand-in for."""
+"""(op, provider) -> its case: every one in the data."""

@@ -234,13 +234,18 @@ def rope(s: Setting) -> Case:
     return rotated(s, q, k, apply, (cos, sin, positions))
 
 
-def llama4_rope(s: Setting) -> Case:
-    """Pairs of channels as complex numbers in fp32, times complex frequencies [1, tokens, D/2]."""
+def llama4_rope_inputs(s: Setting) -> tuple[torch.Tensor, ...]:
+    """q and k [1, tokens, heads, D], complex frequencies [1, tokens, D/2]."""
     tokens, queries, keys, head = _heads(s)
     q, k = (randn(1, tokens, n, head, dtype=s.dtype, grad=True) for n in (queries, keys))
     angles = _angles(tokens, head)
-    frequencies = torch.polar(torch.ones_like(angles), angles)
-    positions = torch.arange(tokens, device=META).unsqueeze(0)
+    return q, k, torch.polar(torch.ones_like(angles), angles)
+
+
+def llama4_rope(s: Setting) -> Case:
+    """Pairs of channels as complex numbers in fp32, times complex frequencies."""
+    q, k, frequencies = llama4_rope_inputs(s)
+    positions = torch.arange(q.shape[1], device=META).unsqueeze(0)
 
     def apply() -> tuple[torch.Tensor, ...]:
         pairs = [torch.view_as_complex(t.float().reshape(*t.shape[:-1], -1, 2)) for t in (q, k)]
@@ -250,8 +255,8 @@ def llama4_rope(s: Setting) -> Case:
     return rotated(s, q, k, apply, (frequencies, positions))
 
 
-def fused_moe(s: Setting) -> Case:
-    """A loop over experts, every expert with the same share of T·K tokens."""
+def moe_inputs(s: Setting) -> tuple[torch.Tensor, ...]:
+    """x [T, H], both projections of E experts, and the router's choices and weights [T, K]."""
     config = {**s.config, s.config["sweep_dim"]: s.x}
     t, e, h, inner, k = (int(config[n]) for n in ("T", "E", "H", "intermediate_dim", "K"))
     x = randn(t, h, dtype=s.dtype, grad=True)
@@ -259,10 +264,15 @@ def fused_moe(s: Setting) -> Case:
     up = up_leaf * 0.02
     down_leaf = randn(e, h, inner, dtype=s.dtype, grad=True)
     down = down_leaf * 0.02
-    logits = randn(t, e)
     chosen = torch.empty(t, k, dtype=torch.int32, device=META)
     weights = torch.empty(t, k, dtype=s.dtype, device=META).requires_grad_(True)
-    del logits
+    return x, up, down, chosen, weights
+
+
+def fused_moe(s: Setting) -> Case:
+    """A loop over experts, every expert with the same share of T·K tokens."""
+    x, up, down, chosen, weights = moe_inputs(s)
+    (t, k), e = chosen.shape, up.shape[0]
     share = max(1, t * k // e)
 
     def forward() -> torch.Tensor:

@@ -28,7 +28,7 @@ def _rows(s: Setting) -> tuple[int, int]:
     return s.x, s.size("vocab_size")
 
 
-def _new(s: Setting) -> bool:
+def from_random(s: Setting) -> bool:
     """Scripts from 2026-05 on measure through one function, from a random gradient."""
     return s.date >= "2026-05"
 
@@ -37,19 +37,19 @@ def cross_entropy(s: Setting) -> Case:
     tokens, vocabulary = _rows(s)
     x = randn(tokens, vocabulary, grad=True)
     target = ids(vocabulary, tokens)
-    backward = from_noise if _new(s) else from_loss
+    backward = from_noise if from_random(s) else from_loss
     return Case(lambda: F.cross_entropy(x, target), backward, (x, target))
 
 
-def _probabilities(s: Setting, student: str, teacher: str) -> tuple[torch.Tensor, torch.Tensor]:
+def probabilities(s: Setting, student: str, teacher: str) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, vocabulary = _rows(s)
     x = getattr(randn(tokens, vocabulary, grad=True), student)(dim=-1)
     return x, getattr(randn(tokens, vocabulary), teacher)(dim=-1)
 
 
 def kl_div(s: Setting) -> Case:
-    x, target = _probabilities(s, "log_softmax", "softmax")
-    backward = from_noise if _new(s) else from_kept_loss
+    x, target = probabilities(s, "log_softmax", "softmax")
+    backward = from_noise if from_random(s) else from_kept_loss
     return Case(lambda: F.kl_div(x, target, reduction="batchmean"), backward, (x, target))
 
 
@@ -67,29 +67,29 @@ def jsd_loss(log_q: torch.Tensor, log_p: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def jsd(s: Setting) -> Case:
-    x, target = _probabilities(s, "log_softmax", "log_softmax")
-    backward = from_noise if _new(s) else from_kept_loss
+    x, target = probabilities(s, "log_softmax", "log_softmax")
+    backward = from_noise if from_random(s) else from_kept_loss
     return Case(lambda: jsd_loss(x, target, torch.float32), backward, (x, target))
 
 
 def tvd(s: Setting) -> Case:
-    x, target = _probabilities(s, "softmax", "softmax")
+    x, target = probabilities(s, "softmax", "softmax")
 
     def loss() -> torch.Tensor:
         distance = torch.abs(x - target) / 2.0
         return torch.sum(distance) / x.size(0)
 
-    return Case(loss, from_noise if _new(s) else from_kept_loss, (x, target))
+    return Case(loss, from_noise if from_random(s) else from_kept_loss, (x, target))
 
 
-def _head(vocabulary: int, width: int, dtype: torch.dtype) -> nn.Linear:
+def lm_head(vocabulary: int, width: int, dtype: torch.dtype) -> nn.Linear:
     return nn.Linear(width, vocabulary, bias=False, device=META, dtype=dtype)
 
 
 def fused_linear_cross_entropy(s: Setting) -> Case:
     """The script of 2024 makes the head twice, once for each provider."""
     width, vocabulary = s.size("H"), s.size("V")
-    stock, other = _head(vocabulary, width, s.dtype), _head(vocabulary, width, s.dtype)
+    stock, other = lm_head(vocabulary, width, s.dtype), lm_head(vocabulary, width, s.dtype)
     x = randn(s.x, width, dtype=s.dtype, grad=True)
     target = ids(vocabulary, s.x, 1).squeeze(1)
 
@@ -103,7 +103,7 @@ def fused_linear_cross_entropy(s: Setting) -> Case:
 def fused_linear_jsd(s: Setting) -> Case:
     """Student and teacher heads; the providers share their weights."""
     width, vocabulary = s.size("hidden_size", "H"), s.size("vocab_size", "V")
-    student, teacher = _head(vocabulary, width, s.dtype), _head(vocabulary, width, s.dtype)
+    student, teacher = lm_head(vocabulary, width, s.dtype), lm_head(vocabulary, width, s.dtype)
     x = randn(s.x, width, dtype=s.dtype, grad=True)
     other = randn(s.x, width, dtype=s.dtype)
 
@@ -113,13 +113,13 @@ def fused_linear_jsd(s: Setting) -> Case:
         teacher_probabilities = torch.log_softmax(teacher_logits / 1.0, dim=-1)
         return jsd_loss(probabilities, teacher_probabilities, s.dtype)
 
-    return Case(loss, from_noise if _new(s) else from_loss, (student, teacher, x, other))
+    return Case(loss, from_noise if from_random(s) else from_loss, (student, teacher, x, other))
 
 
 def distill_jsd_loss(s: Setting) -> Case:
     """Hard cross-entropy plus JSD; a student of half the width; heads made for both providers."""
     width, vocabulary = s.size("H"), s.size("V")
-    heads = [_head(vocabulary, w, s.dtype) for w in (width // 2, width) * 2]
+    heads = [lm_head(vocabulary, w, s.dtype) for w in (width // 2, width) * 2]
     student, teacher = heads[:2]
     source = randn(s.x, width // 2, dtype=s.dtype)
     inputs = [source.detach().clone().requires_grad_(True) for _ in range(2)]
@@ -153,7 +153,7 @@ def distill_jsd_loss(s: Setting) -> Case:
 def preference(s: Setting) -> Case:
     """CPO and SimPO (trl's formulas): average log-probabilities of chosen and rejected halves."""
     batch, tokens, width, vocabulary = (s.size(n) for n in ("-", "T", "H", "V"))
-    heads = [_head(vocabulary, width, s.dtype) for _ in range(2)]
+    heads = [lm_head(vocabulary, width, s.dtype) for _ in range(2)]
     weight = heads[0].weight
     x = randn(batch, tokens, width, dtype=s.dtype, grad=True)
     target = ids(vocabulary, batch, tokens)
@@ -185,8 +185,8 @@ def grpo(s: Setting) -> Case:
     """GRPO with a reference head, importance weights per token or per sequence."""
     batch, tokens = s.x, s.size("T")
     width, vocabulary = s.size("hidden_size", "H"), s.size("vocab_size", "V")
-    copies = 1 if _new(s) else 2
-    heads = [_head(vocabulary, width, s.dtype) for _ in range(2 * copies)]
+    copies = 1 if from_random(s) else 2
+    heads = [lm_head(vocabulary, width, s.dtype) for _ in range(2 * copies)]
     head, reference = heads[:2]
     x = randn(batch, tokens, width, dtype=s.dtype, grad=True)
     chosen = ids(vocabulary, batch, tokens)
@@ -221,7 +221,7 @@ def grpo(s: Setting) -> Case:
         return (each * mask).sum() / torch.clamp(mask.sum(), min=1.0)
 
     keep: tuple[Any, ...] = (heads, x, chosen, mask, advantages, other)
-    return Case(forward, from_noise if _new(s) else from_loss, keep)
+    return Case(forward, from_noise if from_random(s) else from_loss, keep)
 
 
 LOSSES: dict[str, Callable[[Setting], Case]] = {

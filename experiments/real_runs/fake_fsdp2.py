@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmem.estimate import Rank, estimate_trace
 from llmem.gpu.devices import get_device
@@ -53,8 +55,8 @@ class ResizeRecorder(Recorder):
     of torch/distributed/fsdp/_fully_shard/_fsdp_param.py), which no dispatch mode sees.
     """
 
-    def __init__(self) -> None:
-        super().__init__(devices=frozenset({"meta", "cpu"}))
+    def __init__(self, devices: frozenset[str] = frozenset({"meta", "cpu"})) -> None:
+        super().__init__(devices=devices)
         self.unit_events: list[UnitEvent] = []
         self._empty: set[int] = set()
 
@@ -100,7 +102,7 @@ class ResizeRecorder(Recorder):
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 
         group: Any = module.FSDPParamGroup
-        mark, frees = module.record_function, group._to_sharded
+        mark, frees = module.record_function, (group._to_sharded, group._to_sharded_post_forward)
         events = self.unit_events
 
         def record_function(label: str) -> Any:
@@ -111,13 +113,19 @@ class ResizeRecorder(Recorder):
         def to_sharded(self: Any) -> None:
             if self.is_unsharded:
                 events.append(("free", self._module_fqn))
-            frees(self)
+            frees[0](self)
+
+        def to_sharded_post_forward(self: Any) -> None:
+            events.append(("free", self._module_fqn))
+            frees[1](self)
 
         module.record_function, group._to_sharded = record_function, to_sharded  # type: ignore
+        group._to_sharded_post_forward = to_sharded_post_forward
         try:
             yield
         finally:
-            module.record_function, group._to_sharded = mark, frees  # type: ignore[assignment]
+            module.record_function = mark  # type: ignore[assignment]
+            group._to_sharded, group._to_sharded_post_forward = frees
 
 
 _NAMED = {"all_gather": "gather", "post_backward_reduce": "reduce"}
@@ -172,6 +180,25 @@ def shapes_unseen() -> Iterator[None]:
         propagator._propagate_tensor_meta_non_cached = original
 
 
+class CopiesToHost(TorchDispatchMode):
+    """Lets tensors of the device, which is meta, be copied to the host: only memory is looked at."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        copies = func is torch.ops.aten._to_copy.default and args[0].is_meta
+        if copies and str(kwargs.get("device")) == "cpu":
+            return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
+
+
+def move_shards_to_host(model: torch.nn.Module) -> None:
+    """``to_empty``, as torch documents it for offloaded models made on meta; buffers stay there."""
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+
+
 @dataclass(frozen=True)
 class FakeRun:
     """What torch's FSDP2 did: bytes after every event, unit events of all steps in order."""
@@ -190,13 +217,17 @@ def record_fake_fsdp2(spec: RunSpec, world: int) -> FakeRun:
     """Train ``spec.steps`` steps as rank 0 of ``world`` under torch's FSDP2, recorded."""
     spec = spec.model_copy(update={"gpus": world, "strategy": "fsdp2", "gpu": "cpu"})
     plain = spec.model_copy(update={"bf16": False, "fp16": False})
-    recorder = ResizeRecorder()
+    offloaded = spec.offload == "all"
+    recorder = ResizeRecorder(frozenset({"meta"} if offloaded else {"meta", "cpu"}))
     recorder.padding = spec.padding
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(ranks_of_meta(world))
         prepared = prepare(plain, device="meta", cuda=False)
         step = shard_fully(prepared, spec, "cpu")
+        if offloaded:
+            move_shards_to_host(prepared.model)
+            stack.enter_context(CopiesToHost())
         step.watcher = recorder
         recorder.add_model(prepared.model)
         stack.enter_context(kernels_of(get_device("cpu"), recorder.note))
@@ -214,7 +245,9 @@ def record_fake_fsdp2(spec: RunSpec, world: int) -> FakeRun:
                 step()
         seconds = (time.perf_counter() - start) / spec.steps
     trace = recorder.finish()
-    timeline = replay(trace.lifetimes, exact=True)
+    table = trace.lifetimes
+    on_device = table.take(table.category != Category.PARAMETER) if offloaded else table
+    timeline = replay(on_device, exact=True)
     return FakeRun(timeline, trace, recorder.unit_events, seconds)
 
 
@@ -233,7 +266,11 @@ def predicted_unit_events(rank: Rank) -> list[UnitEvent]:
         if trace.names[name] in named:
             found.append((int(tick), (named[trace.names[name]], trace.modules[module])))
     unsharded = (table.category == Category.COMMUNICATION) & (table.key >= 0)
-    gathered = table.take(unsharded & (table.death != NEVER))
+    largest: dict[int, int] = {}  # a smaller one is what reshard_after_forward=N keeps
+    for key, nbytes in zip(table.key[unsharded].tolist(), table.nbytes[unsharded].tolist(), strict=True):
+        largest[key] = max(nbytes, largest.get(key, 0))
+    whole = np.array([largest.get(key, 0) for key in table.key.tolist()]) == table.nbytes
+    gathered = table.take(unsharded & whole & (table.death != NEVER))
     first: dict[int, int] = {}
     for module, key in zip(gathered.module.tolist(), gathered.key.tolist(), strict=True):
         first[module] = min(key, first.get(module, key))

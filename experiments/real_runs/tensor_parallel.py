@@ -6,7 +6,8 @@ transformers' tp_plan on 2 and 4 processes, alone (``tp-``) and under FSDP2 (``t
 torchtitan's plan (``tp-titan-``, ``tp-titan-fsdp2-``), plain, with sequence parallelism (``sp``) and
 with loss parallelism too (``sp-loss``), for three families each, in fp32 and under bf16 mixed
 precision, with and without checkpointing. The vocabulary divides by no degree, so that the last
-rank differs from the others.
+rank differs from the others. Colossal-AI's plan (``tp-colossal-``) runs as ``llmem.trace.tp_colossal``
+acts it out: that checks the trace, not Colossal-AI.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ DEGREES = ((2, 2, "none"), (4, 4, "none"), (2, 4, "fsdp2"))
 
 
 def configurations() -> Iterator[tuple[str, RunSpec]]:
-    """Name and RunSpec of each: transformers' 36, torchtitan's 27."""
+    """Name and RunSpec of each: transformers' 36, torchtitan's 27, Colossal-AI's 4."""
     yield from _transformers()
     yield from _torchtitan()
+    yield from _colossal()
 
 
 def _transformers() -> Iterator[tuple[str, RunSpec]]:
@@ -70,6 +72,16 @@ def _torchtitan() -> Iterator[tuple[str, RunSpec]]:
         yield _one(
             family, rest, degree, bf16, checkpointing, plan="titan", option=option,
             seq_length=28, tp_plan="torchtitan", **fields,
+        )  # fmt: skip
+
+
+def _colossal() -> Iterator[tuple[str, RunSpec]]:
+    """Untied and tied embeddings on 2 and 4 ranks; precision and checkpointing rotate."""
+    cases = product(("llama", "qwen2"), DEGREES[:2])
+    for number, (family, degree) in enumerate(cases):
+        yield _one(
+            family, FAMILIES[family], degree, bool(number % 2), bool(number // 2), plan="colossal",
+            seq_length=29, tp_plan="colossal",
         )  # fmt: skip
 
 

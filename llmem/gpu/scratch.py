@@ -2,8 +2,8 @@
 
 A trace on meta tensors sees inputs and outputs. On a GPU a kernel also asks the caching allocator
 for workspaces, accumulators and sort buffers; `scratch` says which. Ops that are not in the table
-allocate nothing but their outputs; looked at and found so: the element-wise ops, softmax and
-log_softmax and their backward passes, nll_loss, gather, scatter_add, index_select, embedding,
+allocate nothing but their outputs; looked at and found so: the element-wise ops, softmax
+forward, log_softmax both ways, nll_loss, gather, scatter_add, index_select, embedding,
 native_layer_norm and _fused_rms_norm forward, native_dropout, cat, the _foreach arithmetic and the
 fused optimizers. Not published, so not in the table: convolution workspaces of cuDNN, topk and
 cumsum (a few KiB), the plans of cuDNN's forward attention.

@@ -109,12 +109,18 @@ def flash_forward(call: Call) -> list[Scratch]:
 
 
 def flash_backward(call: Call) -> list[Scratch]:
-    """_scaled_dot_product_flash_attention_backward(grad [B,H,M,K], q, k, v, ...)."""
-    grad, query, key = (call.tensor(index) for index in range(3))
+    """_scaled_dot_product_flash_attention_backward(grad [B,H,M,K], q, k, v, out, ...).
+
+    ``_flash_attention_backward`` makes grad and out [B, M, H, K] contiguous.
+    """
+    grad, query, key, out = (call.tensor(index) for index in (0, 1, 2, 4))
     if query is None or key is None:
         return []
     batch, heads, seq_q, head_dim = query.shape
-    copy = _contiguous_copy(grad.transpose(1, 2), _FLASH) if grad and grad.stride else []
+    copy = []
+    for given in (grad, out):
+        if given is not None and given.stride:
+            copy += _contiguous_copy(given.transpose(1, 2), _FLASH)
     return copy + flash_backward_scratch(seq_q, key.shape[2], heads, key.shape[1], head_dim,
                                          query.itemsize, batch=batch)
 

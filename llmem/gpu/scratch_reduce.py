@@ -195,7 +195,17 @@ def moments(call: Call) -> list[Scratch]:
     return _reduction(call, 1, 32 if tensor is not None and tensor.dtype == "float64" else 16)
 
 
+def softmax_backward(call: Call) -> list[Scratch]:
+    """_softmax_backward_data(grad, output, ...): their product; log_softmax makes none."""
+    grad, output = call.tensor(0), call.tensor(1)
+    if grad is None or output is None:
+        return []
+    nbytes = output.numel * max(grad.itemsize, output.itemsize)
+    return [Scratch(nbytes, DURING, "aten/native/cuda/SoftMax.cu: softmax_backward_cuda_out")]
+
+
 TABLE = {
+    "_softmax_backward_data": softmax_backward,
     **dict.fromkeys(("sum", "mean", "prod", "amax", "amin", "any", "all", "nansum"), plain),
     **dict.fromkeys(("max", "min", "argmax", "argmin"), with_index),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), moments),

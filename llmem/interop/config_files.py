@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmem.errors import LlmemError
+from llmem.interop.fsdp_config import accelerate_fsdp, trainer_fsdp, truth
 
 LARGEST = 2**20
 """Bytes; a larger file is no configuration."""
@@ -112,16 +113,6 @@ def _deepspeed(path: Path, raw: dict[str, Any]) -> Config:
 
 # -- accelerate --------------------------------------------------------------------------------------
 
-SHARDING = {
-    "FULL_SHARD": ("fsdp", True), "1": ("fsdp", True),
-    "SHARD_GRAD_OP": ("fsdp", False), "2": ("fsdp", False),
-    "NO_SHARD": ("ddp", None), "3": ("ddp", None),
-}  # fmt: skip
-"""``fsdp_sharding_strategy`` -> strategy, reshard after forward."""
-
-PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
-
-
 def _accelerate(path: Path, raw: dict[str, Any]) -> Config:
     config = Config(path, "accelerate")
     left = dict(raw)
@@ -135,7 +126,12 @@ def _accelerate(path: Path, raw: dict[str, Any]) -> Config:
     elif precision != "no":
         raise LlmemError(f"{path}: mixed_precision {precision} is not supported; use bf16 or fp16")
     if kind == "FSDP":
-        _accelerate_fsdp(config, _section(path, left, "fsdp_config"))
+        machines = left.pop("num_machines", None)
+        dtype = precision if precision in ("bf16", "fp16") else None
+        section = _section(path, left, "fsdp_config")
+        found, unused = accelerate_fsdp(section, machines=machines, dtype=dtype, path=path)
+        config.fields |= found
+        config.unused += unused
     elif kind == "DEEPSPEED":
         _accelerate_deepspeed(config, _section(path, left, "deepspeed_config"))
     elif kind == "MULTI_GPU":
@@ -144,8 +140,20 @@ def _accelerate(path: Path, raw: dict[str, Any]) -> Config:
         raise LlmemError(
             f"{path}: distributed_type {kind} is not supported; use NO, MULTI_GPU, FSDP or DEEPSPEED"
         )
+    _parallelism(config, left)
     config.unused += sorted(left)
     return config
+
+
+def _parallelism(config: Config, left: dict[str, Any]) -> None:
+    """accelerate's ``parallelism_config``: how many copies and how many parts of each."""
+    section = left.pop("parallelism_config", None) or {}
+    for key in ("dp_replicate_size", "dp_shard_size", "tp_size"):
+        size = section.pop(f"parallelism_config_{key}", None)
+        if size is not None and int(size) > 1:
+            ours = {"dp_shard_size": "hybrid_shard", "tp_size": "tp"}.get(key, key)
+            config.fields[ours] = int(size)
+    config.unused += sorted(section)
 
 
 def _section(path: Path, raw: dict[str, Any], name: str) -> dict[str, Any]:
@@ -153,38 +161,6 @@ def _section(path: Path, raw: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise LlmemError(f"{path} has no section {name}; run `accelerate config` again")
     return section
-
-
-def _accelerate_fsdp(config: Config, section: dict[str, Any]) -> None:
-    fields = config.fields
-    version = str(section.pop("fsdp_version", "1"))
-    sharding = str(section.pop("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-    if sharding.startswith("HYBRID"):
-        raise LlmemError(
-            f"{config.path}: {sharding} depends on the GPUs of a node; leave it out and give "
-            "--hybrid-shard N"
-        )
-    if sharding not in SHARDING:
-        raise LlmemError(f"{config.path}: unknown fsdp_sharding_strategy {sharding}")
-    fields["strategy"], reshard = SHARDING[sharding]
-    said = section.pop("fsdp_reshard_after_forward", None)
-    if version == "2":
-        fields["strategy"] = "fsdp2"
-        fields["reduce_dtype"] = (
-            "bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32"
-        )
-        reshard = None if said is None else _truth(said)
-    if reshard is False:
-        fields["reshard_after_forward"] = False
-    if version != "2" and (prefetch := section.pop("fsdp_backward_prefetch", None)) is not None:
-        fields["backward_prefetch"] = PREFETCH.get(str(prefetch).upper(), prefetch)
-    if version != "2" and fields["strategy"] == "fsdp":
-        fields["use_orig_params"] = _truth(section.pop("fsdp_use_orig_params", True))
-    if _truth(section.pop("fsdp_offload_params", False)):
-        fields["offload"] = "all"
-    if _truth(section.pop("fsdp_activation_checkpointing", False)):
-        fields["gradient_checkpointing"] = True
-    config.unused += sorted(section)
 
 
 def _accelerate_deepspeed(config: Config, section: dict[str, Any]) -> None:
@@ -215,10 +191,6 @@ def _accelerate_deepspeed(config: Config, section: dict[str, Any]) -> None:
 # -- training arguments -------------------------------------------------------------------------------
 
 
-def _truth(value: Any) -> bool:
-    return value if isinstance(value, bool) else str(value).lower() in ("true", "1", "yes", "on")
-
-
 def _dtype(value: Any) -> str | None:
     names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": None}
     text = str(value).removeprefix("torch.")
@@ -244,12 +216,12 @@ ARGUMENTS: dict[str, Reader] = {
     # transformers.TrainingArguments
     "per_device_train_batch_size": ("per_device_train_batch_size", _same),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", _same),
-    "gradient_checkpointing": ("gradient_checkpointing", _truth),
-    "bf16": ("bf16", _truth),
-    "fp16": ("fp16", _truth),
+    "gradient_checkpointing": ("gradient_checkpointing", truth),
+    "bf16": ("bf16", truth),
+    "fp16": ("fp16", truth),
     "optim": ("optim", _same),
     "max_grad_norm": ("max_grad_norm", _same),
-    "use_liger_kernel": ("liger", _truth),
+    "use_liger_kernel": ("liger", truth),
     "deepspeed": ("deepspeed", _same),
     # TRL: SFTConfig, ModelConfig
     "max_length": ("seq_length", _same),
@@ -266,7 +238,7 @@ ARGUMENTS: dict[str, Reader] = {
     "lora_rank": ("lora_r", _same),
     "lora_target": ("lora_target_modules", _targets),
     "flash_attn": ("attn_implementation", _attention),
-    "enable_liger_kernel": ("liger", _truth),
+    "enable_liger_kernel": ("liger", truth),
     # Axolotl
     "micro_batch_size": ("per_device_train_batch_size", _same),
     "sequence_len": ("seq_length", _same),
@@ -295,17 +267,35 @@ def _arguments(path: Path, raw: dict[str, Any]) -> Config:
             ours, read = known
             if (found := read(value)) is not None:
                 config.fields[ours] = found
-        elif key == "lora_target_linear" and _truth(value):
+        elif key == "lora_target_linear" and truth(value):
             config.fields["lora_target_modules"] = "all-linear"
         elif key == "gradient_checkpointing_kwargs" and isinstance(value, Mapping):
             if "use_reentrant" in value:
-                config.fields["use_reentrant"] = _truth(value["use_reentrant"])
-        elif key not in METHODS and key not in FOUR_BITS and key not in EIGHT_BITS:
+                config.fields["use_reentrant"] = truth(value["use_reentrant"])
+        elif key not in FSDP and key not in METHODS and key not in FOUR_BITS and key not in EIGHT_BITS:
             config.unused.append(key)
     _method(config, raw)
+    _fsdp(config, raw)
     if isinstance(config.fields.get("deepspeed"), (str, Mapping)):
         _inner_deepspeed(config)
     return config
+
+
+FSDP = ("fsdp", "fsdp_config")
+
+
+def _fsdp(config: Config, raw: dict[str, Any]) -> None:
+    """``fsdp_config`` is a mapping, or names a file beside this one."""
+    said, inner = raw.get("fsdp"), raw.get("fsdp_config") or {}
+    if not said:
+        config.unused += ["fsdp_config"] if inner else []
+        return
+    if isinstance(inner, str):
+        inner = _load(config.path.parent / inner)
+    precisions = {name: truth(raw.get(name, False)) for name in ("bf16", "fp16")}
+    fields, unused = trainer_fsdp(said, inner, **precisions)
+    config.fields |= fields
+    config.unused += [f"fsdp_config.{key}" for key in unused]
 
 
 def _method(config: Config, raw: dict[str, Any]) -> None:

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from llmem.errors import LlmemError
+from llmem.interop.fsdp_config import trainer_fsdp
 
 if TYPE_CHECKING:
     from llmem.estimate import Estimate
 
 logger = logging.getLogger(__name__)
-
-STRATEGIES = {"full_shard": True, "shard_grad_op": False}
-"""``TrainingArguments.fsdp`` -> ``reshard_after_forward``."""
-
 
 class MemoryCallback(TrainerCallback):  # type: ignore[misc]
     """Logs the predicted peak at the start and the measured one at the end.
@@ -126,13 +123,8 @@ def _strategy(args: Any) -> dict[str, Any]:
 
         return deepspeed_fields(args.deepspeed)
     if args.fsdp:
-        words = [str(getattr(option, "value", option)) for option in args.fsdp]
-        version = int((args.fsdp_config or {}).get("version", 1))
-        kept = [STRATEGIES[word] for word in words if word in STRATEGIES]
-        if not kept and version == 1:
-            raise LlmemError(f"fsdp {' '.join(words)} is not known here; use full_shard")
-        name = "fsdp2" if version == 2 else "fsdp"
-        return {"strategy": name, "reshard_after_forward": kept[0] if kept else True}
+        config = args.fsdp_config or {}
+        return trainer_fsdp(args.fsdp, config, bf16=args.bf16, fp16=args.fp16)[0]
     return {"strategy": "ddp"} if args.world_size > 1 else {}
 
 

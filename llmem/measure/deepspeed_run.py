@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from llmem.lifetimes import Phase
 from llmem.parallel.zero_config import STAGES, read_ds_config
 from llmem.spec import RunSpec
 from llmem.trace.build import Prepared
-from llmem.trace.step import NoWatcher, Watcher
+from llmem.trace.step import NoWatcher, Watcher, whole_batches
 
 
 @dataclass
@@ -24,6 +25,7 @@ class DeepSpeedStep:
     engine: Any
     make_batch: Any
     accumulation: int
+    micro_batch_context: Any = whole_batches
     watcher: Watcher = field(default_factory=NoWatcher)
     _count: int = 0
 
@@ -31,15 +33,16 @@ class DeepSpeedStep:
         self.watcher.start_step(self._count)
         self._count += 1
         for micro in range(self.accumulation):
-            self._micro_batch()
+            with self.micro_batch_context() as mine:
+                self._micro_batch(mine)
             last = micro == self.accumulation - 1
             with self.watcher.in_phase(Phase.OPTIMIZER if last else Phase.OTHER):
                 self.engine.step()
 
-    def _micro_batch(self) -> None:
+    def _micro_batch(self, mine: Callable[[Any], Any]) -> None:
         watch = self.watcher
         with watch.in_phase(Phase.BATCH):
-            batch = self.make_batch()
+            batch = mine(self.make_batch())
         with watch.in_phase(Phase.FORWARD):
             loss = self._loss(batch)
         del batch
@@ -71,7 +74,10 @@ def wrap(prepared: Prepared, spec: RunSpec, device: str) -> DeepSpeedStep:
     engine, *_ = deepspeed.initialize(
         model=prepared.model, optimizer=prepared.step.optimizer, config=config_of(spec)
     )
-    return DeepSpeedStep(engine, prepared.step.make_batch, spec.gradient_accumulation_steps)
+    plain = prepared.step
+    return DeepSpeedStep(
+        engine, plain.make_batch, spec.gradient_accumulation_steps, plain.micro_batch_context
+    )
 
 
 def config_of(spec: RunSpec) -> dict[str, Any]:

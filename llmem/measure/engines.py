@@ -18,6 +18,8 @@ from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
 from llmem.measure.cpu_memory import HOST
 from llmem.measure.marks import Mark
+from llmem.parallel.fsdp2_ranks import DTYPES
+from llmem.parallel.wrapping import wrapped_names
 from llmem.spec import RunSpec, checkpoints_calls
 from llmem.trace import tensor_parallel
 from llmem.trace.build import Prepared, blocks_of, prepare
@@ -51,6 +53,11 @@ def build(spec: RunSpec, device: str) -> Wrapped:
         raise LlmemError(
             f"--strategy {spec.strategy} cannot be measured yet; use one of {', '.join(_ENGINES)}"
         )
+    if spec.offload != "none" and device == "cpu" and spec.strategy.startswith("fsdp"):
+        raise LlmemError(
+            "on CPU all memory is the host's, so --offload has nothing to show there; use --device "
+            "cuda, or `llmem estimate`"
+        )
     if spec.pp > 1:
         from llmem.measure.pipeline_run import build_pipeline
 
@@ -58,6 +65,11 @@ def build(spec: RunSpec, device: str) -> Wrapped:
     if spec.tp > 1 and spec.strategy not in ("none", "fsdp2"):
         raise LlmemError(
             f"--tp with --strategy {spec.strategy} cannot be measured; use --strategy fsdp2 or none"
+        )
+    if spec.ep > 1 and (spec.strategy != "none" or spec.routing_balance != 1):
+        raise LlmemError(
+            "--ep is measured alone, its tokens dealt out evenly; use --strategy none without "
+            "--routing-balance"
         )
     prepared = _prepare(spec, device)
     prepared.step.clip_foreach = None  # torch's own choice for the tensors that it meets
@@ -132,7 +144,7 @@ def _ddp(prepared: Prepared, spec: RunSpec, device: str) -> Any:
 
 def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     """``fully_shard`` on each block, then on the root, as accelerate's ``fsdp2_prepare_model``."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     model: Any = prepared.model
     if spec.autocast_dtype:
@@ -140,10 +152,14 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     policy = MixedPrecisionPolicy()
     if spec.autocast_dtype:
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, spec.autocast_dtype), reduce_dtype=torch.float32
+            param_dtype=getattr(torch, spec.autocast_dtype),
+            reduce_dtype=getattr(torch, DTYPES[spec.reduce_dtype]),
         )
     options: dict[str, Any] = {"mesh": _data_mesh(model, spec, device), "mp_policy": policy}
-    for name in blocks_of(model):
+    if spec.offload == "all":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
+    # Inner modules first, as accelerate goes.
+    for name in sorted(wrapped_names(model, spec), key=lambda name: -name.count(".")):
         fully_shard(
             model.get_submodule(name),
             reshard_after_forward=spec.reshard_after_forward,
@@ -165,11 +181,14 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
 
 def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     """``FullyShardedDataParallel`` as accelerate's ``Accelerator.prepare_model`` sets it up."""
-    from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        MixedPrecision,
+        ShardingStrategy,
+    )
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    if spec.hybrid_shard not in (0, spec.gpus):
-        raise LlmemError("--hybrid-shard with fsdp cannot be measured yet; leave it out")
     step, model = prepared.step, prepared.model
     policy = None
     if spec.autocast_dtype:
@@ -178,12 +197,15 @@ def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
         mixed = inside_engine(spec.autocast_dtype, device)
         step.forward_context, step.outputs_of = mixed.forward_context, mixed.outputs_of
     prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
-    keep = ShardingStrategy.SHARD_GRAD_OP
+    hybrid = spec.shard_ranks < spec.gpus
+    names = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
     sharded: Any = FSDP(
         model,
-        sharding_strategy=ShardingStrategy.FULL_SHARD if spec.reshard_after_forward else keep,
+        sharding_strategy=ShardingStrategy[names[0 if spec.reshard_after_forward else 1]],
+        device_mesh=_data_mesh(model, spec, device) if hybrid else None,
         auto_wrap_policy=_wrap_policy(model, spec),
         mixed_precision=policy,
+        cpu_offload=CPUOffload(offload_params=spec.offload == "all"),
         backward_prefetch=prefetch.get(spec.backward_prefetch),
         use_orig_params=spec.use_orig_params,
         device_id=torch.device(device),
@@ -233,7 +255,7 @@ def _wrap_policy(model: torch.nn.Module, spec: RunSpec) -> Any:
     """Blocks, and under adapters peft's ``fsdp_auto_wrap_policy``, which Trainer uses."""
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    blocks = {id(model.get_submodule(name)) for name in blocks_of(model)}
+    blocks = {id(model.get_submodule(name)) for name in wrapped_names(model, spec)}
 
     def wraps(module: torch.nn.Module) -> bool:
         weight = getattr(module, "weight", None)
@@ -248,7 +270,7 @@ def _data_mesh(model: torch.nn.Module, spec: RunSpec, device: str) -> Any:
     """The mesh of the ranks that share a copy of ``model``, or of a tensor-parallel part of it."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shard = spec.hybrid_shard or spec.gpus // spec.tp
+    shard = spec.shard_ranks
     if spec.tp > 1:
         if shard != spec.gpus // spec.tp:
             raise LlmemError("--hybrid-shard with --tp cannot be measured yet; leave one of them out")

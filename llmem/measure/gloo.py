@@ -109,6 +109,22 @@ class GlooOnCopies(_ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> Any:
+        return self._copied(
+            [output],
+            [input],
+            lambda o, i: self._gloo.alltoall_base(
+                o[0], i[0], output_sizes, input_sizes, *_given(opts)
+            ),
+        )
+
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         return self._copied(
             [t for row in outputs for t in row],

@@ -53,7 +53,8 @@ class Graded:
     def to_json(self) -> dict[str, Any]:
         run = self.run
         return {
-            "source": run.source, "run": run.name, "metric": run.metric, "grade": run.grade,
+            "source": run.source, "run": run.name, "method": run.method, "metric": run.metric,
+            "grade": run.grade,
             "measured": run.measured, "predicted": self.predicted, "error": self.error,
             "upper": self.prediction.upper, "peak_in": self.prediction.phase,
         }  # fmt: skip
@@ -117,16 +118,17 @@ class Predictor:
     """Estimates by RunSpec, each made once; its answer for any metric."""
 
     def __init__(self) -> None:
-        self._known: dict[RunSpec, Callable[[str], Prediction] | LlmemError] = {}
+        self._known: dict[str, Callable[[str], Prediction] | LlmemError] = {}
 
     def __call__(self, spec: RunSpec, metric: str) -> Prediction:
         """Raises LlmemError where the run cannot be traced."""
-        if spec not in self._known:
+        key = spec.model_dump_json(exclude={"notes"}, fallback=repr)
+        if key not in self._known:
             try:
-                self._known[spec] = _estimated(spec)
+                self._known[key] = _estimated(spec)
             except LlmemError as error:
-                self._known[spec] = error
-        found = self._known[spec]
+                self._known[key] = error
+        found = self._known[key]
         if isinstance(found, LlmemError):
             raise found
         return found(metric)
@@ -152,7 +154,7 @@ def _estimated(spec: RunSpec) -> Callable[[str], Prediction]:
         nbytes, inside = {
             "allocated": (peak.allocated, 0),
             "active": (peak.allocated, 0),
-            "reserved": (peak.reserved, 0),
+            "reserved": (peak.reserved - (peak.device - device), 0),
             "growth": (device - context, outside.get("library_handles", 0)),
             "device": (device, sum(outside.values())),
         }[metric]
@@ -195,6 +197,15 @@ class Report:
             found.setdefault((item.run.source, item.run.metric), []).append(index)
         return found
 
+    def methods(self) -> dict[tuple[str, str, str], list[int]]:
+        """Indices of graded rows by (source, method, metric), of sources with several methods."""
+        found: dict[tuple[str, str, str], list[int]] = {}
+        for (source, metric), indices in self.groups().items():
+            if len({self.graded[i].run.method for i in indices}) > 1:
+                for i in indices:
+                    found.setdefault((source, self.graded[i].run.method, metric), []).append(i)
+        return dict(sorted(found.items()))
+
     def reasons(self) -> dict[tuple[str, str], int]:
         """How many rows were left out, by (source, reason)."""
         counts: dict[tuple[str, str], int] = {}
@@ -214,7 +225,7 @@ class Report:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """``{"rows", "summary", "not_expressed"}``: bytes, and errors as fractions."""
+        """``{"rows", "summary", "by_method", "not_expressed"}``: bytes, and errors as fractions."""
         rows = []
         for index, item in enumerate(self.graded):
             says = {name: values[index] for name, values in self.baselines.items()}
@@ -232,6 +243,13 @@ class Report:
                     },
                 }
                 for (source, metric), indices in self.groups().items()
+            ],
+            "by_method": [
+                {
+                    "source": source, "method": method, "metric": metric,
+                    **summary_of(_pairs(self.graded[i] for i in indices)).to_json(),
+                }
+                for (source, method, metric), indices in self.methods().items()
             ],
             "not_expressed": [
                 {"source": source, "rows": count, "why": why}
@@ -275,6 +293,8 @@ class Baselines:
 
     def ask(self, name: str, spec: RunSpec) -> tuple[int | None, str | None, float]:
         """Bytes above the process's base (context, NCCL), or None and why; seconds."""
+        if callable(spec.model):
+            return None, "the model is built by a function, without a config to read", 0.0
         key = (name, _as_baselines_see(spec))
         if key not in self._known:
             self._known[key] = _answer(name, spec)
@@ -298,17 +318,21 @@ def _answer(name: str, spec: RunSpec) -> tuple[int | None, str | None, float]:
     from llmem.baselines.base import run
 
     try:
-        result = run(name, _input(spec))
+        result = run(name, _input(spec.model_dump_json()))
     except LlmemError as error:
         return None, str(error), 0.0
     return result.bytes, result.why_not, result.seconds
 
 
 @lru_cache(maxsize=1)
-def _input(spec: RunSpec) -> Any:
-    """The run as baselines see it. No baseline knows flash-attn's kernels: SDPA is in their place."""
+def _input(described: str) -> Any:
+    """The run (a RunSpec as JSON) as baselines see it.
+
+    No baseline knows flash-attn's kernels: SDPA is in their place.
+    """
     from llmem.compare import baseline_input
 
+    spec = RunSpec.model_validate_json(described)
     if spec.attn_implementation == "flash_attention_2":
         spec = spec.model_copy(update={"attn_implementation": None})
     return baseline_input(spec, base_bytes=0)

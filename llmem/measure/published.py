@@ -117,7 +117,6 @@ def _claims(line: Line) -> Iterator[tuple[str, Claim]]:
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16", "": "fp16"}
 _FIRST_VERSIONS = {"transformers": "4.39", "peft": "0.11", "torch": "2.2"}
 """Of the first snapshot that lists versions; taken for those before it."""
-_KERNELS = "kernels of fms-acceleration (fused loss, RMSNorm, RoPE) in place of transformers'"
 
 
 def _fms(line: Line) -> Run:
@@ -143,17 +142,17 @@ def _fms_spec(line: Line) -> RunSpec:
     if line["finished"] != "yes" or not line["peak_alloc_bytes"]:
         raise CannotExpress("the run did not finish")
     kernels = line["framework_config"]
-    if "foak" in kernels:
-        raise CannotExpress(_KERNELS)
     versions = dict(_FIRST_VERSIONS)
     for part in line["versions"].split():
         package, _, version = part.partition("==")
         versions |= {package: version} if version else {}
     gpus = int(line["num_gpus"])
     fields: dict[str, Any] = {}
+    if "foak" in kernels:
+        fields["kernels"] = "foak-liger" if kernels.endswith("liger") else "foak"
     if line["method"] == "lora":
         autocast = tuple(map(int, versions["peft"].split(".")[:2])) >= (0, 12)
-        fields = {
+        fields |= {
             "method": "lora", "lora_r": whole(line["r"]), "lora_alpha": whole(line["lora_alpha"]),
             "lora_dropout": float(line["lora_dropout"] or 0), "autocast_adapter_dtype": autocast,
             "lora_target_modules": tuple(line["target_modules"].split()),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-from llmem.measure.published_run import CannotExpress, Line, Run, minor, model_of, run_of, whole
+from llmem.measure.published_megatron import megatron_spec
+from llmem.measure.published_peft import peft_spec
+from llmem.measure.published_run import CannotExpress, Line, Run, model_of, run_of, whole
 from llmem.spec import RunSpec, make_spec
 
 
@@ -27,7 +28,8 @@ def _public_spec(line: Line) -> RunSpec:
     if not line["measured_bytes"]:
         raise CannotExpress("it ran out of memory: no figure")
     if line["model"].startswith("op:") or line["method"].startswith("op-level"):
-        raise CannotExpress("one op, not a training run")
+        where = " (experiments.public_runs.liger_ops)" if "Liger" in line["source"] else ""
+        raise CannotExpress(f"one op, not a training run{where}")
     if line["grade"] == "C":
         raise CannotExpress("a rough figure: its configuration is incomplete")
     if line["metric"] not in ("max_allocated", "max_reserved", "max_active"):
@@ -38,41 +40,6 @@ def _public_spec(line: Line) -> RunSpec:
     if make is None:
         raise CannotExpress(f"model code and loop of {line['source']}")
     return make(line)
-
-
-_PEFT_LENGTH = 650
-"""Tokens of the longest batch: with them LoRA of rank 32 reserves 21,254 MiB, as was measured."""
-
-
-def _peft(line: Line) -> RunSpec:
-    """peft's MetaMathQA: base in bf16, fp32 adapters, no autocast, no checkpointing, batch 4.
-
-    The padded length of the longest batch is not recorded (768 is the limit): it is set from the
-    rows of rank 32, which are therefore not graded. Outputs live until the next forward.
-    """
-    config = json.loads(line["adapter_config_json"] or "{}")
-    if line["method"] != "peft:LORA":
-        raise CannotExpress(f"adapters of kind {line['method'].removeprefix('peft:')}")
-    if "Llama" not in line["model"]:
-        raise CannotExpress("no language model")
-    if "rank32;" in line["notes"]:
-        raise CannotExpress("the padded length of the whole benchmark was set from this run")
-    if "steps1000" in line["notes"]:
-        raise CannotExpress("another number of steps, so another longest batch")
-    special = [k for k in ("use_dora", "use_bdlora", "use_qalora") if config.get(k)]
-    if special or line["optimizer"].startswith("lora-fa") or "mica" in line["notes"]:
-        raise CannotExpress("a variant of LoRA or of its optimizer that is not modelled")
-    targets = config.get("target_modules")
-    return make_spec(
-        model=model_of(line["model"]), per_device_train_batch_size=4, seq_length=_PEFT_LENGTH,
-        padding=True, method="lora", lora_r=config["r"], lora_alpha=config["lora_alpha"],
-        lora_dropout=config.get("lora_dropout") or 0.0,
-        lora_target_modules=tuple(targets) if isinstance(targets, list) else targets,
-        param_dtype="bf16", optim="adamw_torch", hold_outputs=True, gpu="l40s",
-        as_torch=minor(line["torch_version"]),
-        as_transformers=minor(line["transformers_version"]),
-        gradient_checkpointing=line["grad_checkpointing"].lower().startswith("true"),
-    )  # fmt: skip
 
 
 _TITAN_CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -116,20 +83,72 @@ def _torchtitan(line: Line) -> RunSpec:
 
 
 def _fsdp_qlora(line: Line) -> RunSpec:
-    """AnswerDotAI/fsdp_qlora: LoRA of rank 64 on all linears in bf16, reentrant checkpoints."""
-    if "offload" in line["notes"] and "cpu_offload" in line["notes"]:
-        raise CannotExpress("parameters offloaded by FSDP1")
-    if line["method"] == "qlora":
-        raise CannotExpress("4-bit weights sharded by FSDP1")
+    """AnswerDotAI/fsdp_qlora: LoRA of rank 64 on all linears in bf16, reentrant checkpoints.
+
+    4-bit weights (nf4, absmax quantised too) are stored in bf16, so that FSDP1 can flatten them.
+    By train.py's defaults dropout is 0.1, nothing is clipped, and outputs live until the next forward.
+    """
     if line["parallel_strategy"].startswith("DDP"):
         raise CannotExpress("FSDP1's NO_SHARD")
+    if line["seq_len"] == "24576":
+        raise CannotExpress("packed documents of unknown lengths in 24,576 tokens")
+    fields: dict[str, Any] = {"method": "lora"}
+    if line["method"] == "qlora":
+        fields = {
+            "method": "qlora", "quantization": "nf4", "double_quant": True,
+            "bnb_4bit_quant_storage": "bf16", "prepare_kbit": "none", "as_bitsandbytes": "0.43",
+        }  # fmt: skip
+    if "cpu_offload" in line["notes"]:
+        fields["offload"] = "all"
     return make_spec(
         model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
-        seq_length=int(line["seq_len"]), method="lora", lora_r=64, lora_alpha=16,
+        seq_length=int(line["seq_len"]), lora_r=64, lora_alpha=16, lora_dropout=0.1,
+        hold_outputs=True, max_grad_norm=0.0,
         lora_target_modules="all-linear", autocast_adapter_dtype=False, param_dtype="bf16",
         optim="adamw_torch", gradient_checkpointing=True, as_transformers="4.39",
-        gpus=whole(line["world_size"]), strategy="fsdp", gpu=_gpu(line["gpu"]),
+        gpus=whole(line["world_size"]), strategy="fsdp", gpu=_gpu(line["gpu"]), **fields,
     )  # fmt: skip
+
+
+_AO_CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"gradient_checkpointing": True},
+    "selective every 2nd layer": {"gradient_checkpointing": True, "checkpoint_every": 2},
+}
+
+
+def _ao(line: Line) -> RunSpec:
+    """torchao's float8 tables, made with torchtitan: the rows in bf16, eager, FSDP2.
+
+    As torchtitan's: fp32 parameters, fused AdamW, expandable segments, one block of which every
+    second is checkpointed where the row says so.
+    """
+    if line["method"] != "full":
+        raise CannotExpress("decoding by a model of gpt-fast's kind, with caches of its own")
+    if line["compute_dtype"] != "bf16":
+        raise CannotExpress("float8 products")
+    return make_spec(
+        model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
+        seq_length=int(line["seq_len"]), param_dtype="fp32", bf16=True,
+        optim="adamw_torch_fused", gpus=whole(line["world_size"]), strategy="fsdp2",
+        gpu=_gpu(line["gpu"]), alloc_conf="expandable_segments:True",
+        **_AO_CHECKPOINTS[line["grad_checkpointing"]],
+    )  # fmt: skip
+
+
+def _litgpt(line: Line) -> RunSpec:
+    """litgpt's GPT is not transformers' model: fused QKV, rotary tables in fp32, a chunked head."""
+    if line["method"].startswith("inference"):
+        raise CannotExpress("decoding by litgpt's own model and caches")
+    if line["param_dtype"].startswith("bnb") or line["method"].startswith("q"):
+        raise CannotExpress("litgpt's own model with 4-bit weights under Fabric")
+    if line["method"].startswith("adapter"):
+        raise CannotExpress("adapters (LLaMA-Adapter, v2) of litgpt's own model")
+    if line["parallel_strategy"] == "FSDP":
+        raise CannotExpress("litgpt's own model under FSDP1, units of which are partly trained")
+    if not line["seq_len"].isdecimal():
+        raise CannotExpress("litgpt's own model, and lengths that the row leaves open")
+    raise CannotExpress("litgpt's own model (experiments.public_runs.litgpt has it)")
 
 
 def _accelerate(line: Line) -> RunSpec:
@@ -170,9 +189,12 @@ def _gpu(name: str) -> str:
 
 
 _SOURCES: dict[str, Callable[[Line], RunSpec]] = {
-    "huggingface/peft": _peft,
+    "huggingface/peft": peft_spec,
     "pytorch/torchtitan": _torchtitan,
+    "pytorch/ao": _ao,
+    "Lightning-AI/litgpt": _litgpt,
     "AnswerDotAI/fsdp_qlora": _fsdp_qlora,
     "huggingface/accelerate": _accelerate,
     "pytorch/torchtune": _torchtune,
+    "megatron-logs": megatron_spec,
 }

@@ -51,6 +51,16 @@ class Run:
     total: int | None = None
     """Bytes of the card, where the file says so."""
 
+    @property
+    def method(self) -> str:
+        """What is trained and with whose kernels, as ``lora nf4 foak``; '' for rows without a spec."""
+        if self.spec is None:
+            return ""
+        spec = self.spec
+        kernels = "" if spec.kernels == "model" else spec.kernels
+        bits = "" if spec.quantization == "none" else spec.quantization
+        return " ".join(part for part in (spec.method, bits, kernels) if part)
+
 
 def run_of(make: Callable[[], RunSpec], **facts: Any) -> Run:
     """The row with its RunSpec, or with the reason why ``make`` has none."""
@@ -64,10 +74,13 @@ _ALSO = {
     "meta-llama/Meta-Llama-3-8B": "llama-3.1-8b",
     "Llama-3-8B": "llama-3.1-8b",
     "meta-llama/Llama-2-7b-hf": "llama-2-7b",
+    "meta-llama/Llama-2-70b": "llama-2-70b",
+    "Mistral-7B-v0.2": "mistral-7b",
     "Qwen/Qwen2.5-1.5B-Instruct": "qwen2.5-1.5b",
     "meta-llama/Llama-3.2-3B-Instruct": "llama-3.2-3b",
 }
-"""Names with the shapes of a preset that is called otherwise (Llama-3.1 has those of Llama-3)."""
+"""Names with the shapes of a preset that is called otherwise (Llama-3.1 has those of Llama-3, v0.1 of
+Mistral those of v0.2 and a sliding window of 4,096 tokens)."""
 
 
 def model_of(name: str) -> str:

@@ -138,7 +138,9 @@ def _boundary_rows(
     there = predicted_boundaries(predicted, unsharded, before_gathers=strategy == "zero3")
     last = max((step for step, *_ in measured["boundaries"]), default=0)
     last_predicted = max((step for step, *_ in there), default=0)
-    for step, phase, unit, edge, live in measured["boundaries"]:
+    # Of several micro-batches the last one counts, as it does in the prediction.
+    seen = {(step, phase, unit, edge): live for step, phase, unit, edge, live in measured["boundaries"]}
+    for (step, phase, unit, edge), live in seen.items():
         if strategy == "fsdp" and phase == "backward":
             continue  # the mark sits among FSDP1's hooks on the same tensor
         key = (last_predicted if step == last else step, phase, unit, edge)

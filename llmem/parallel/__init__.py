@@ -41,6 +41,7 @@ ENGINES = {
     "fsdp": "llmem.parallel.fsdp1",
     "fsdp2": "llmem.parallel.fsdp2_ranks",
     "gemini": "llmem.parallel.gemini",
+    "megatron": "llmem.parallel.megatron",
     "zero1": "llmem.parallel.zero",
     "zero2": "llmem.parallel.zero",
     "zero3": "llmem.parallel.zero",
@@ -49,8 +50,16 @@ ENGINES = {
 parameters while it computes (None: their own, or autocast), and ``ranks(trace, spec)``."""
 
 
-WITH_TP = ("none", "ddp", "fsdp2")
+WITH_TP = ("none", "ddp", "fsdp2", "gemini", "megatron")
 """Strategies whose passes work on the local shapes of a tensor-parallel rank."""
+
+
+WITH_EP = ("none", "ddp", "fsdp2")
+"""Strategies whose passes work on the local shapes of an expert-parallel rank."""
+
+
+WITH_CP = ("ddp", "fsdp2")
+"""Strategies among whose ranks torch's ``context_parallel`` splits sequences; for Ulysses ZeRO's too."""
 
 
 WITH_PP = ("none", "ddp")
@@ -67,11 +76,29 @@ def engine(spec: RunSpec) -> Any:
         raise LlmemError(
             f"--tp with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_TP)}"
         )
+    if spec.ep > 1 and spec.strategy not in WITH_EP:
+        raise LlmemError(
+            f"--ep with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_EP)}"
+        )
+    split = WITH_CP + (("zero1", "zero2", "zero3") if spec.cp_comm == "ulysses" else ())
+    if spec.cp > 1 and spec.strategy not in split:
+        raise LlmemError(
+            f"--cp with --strategy {spec.strategy} is not supported; use one of {', '.join(split)}"
+        )
     name = ENGINES.get(spec.strategy)
     if name is None:
         known = ", ".join(ENGINES)
         raise LlmemError(f"--strategy {spec.strategy} is not supported yet; use one of {known}")
     return import_module(name)
+
+
+def is_modelled(spec: RunSpec) -> bool:
+    """Whether ``spec.strategy`` is modelled, in its product with the other kinds of parallelism."""
+    try:
+        engine(spec)
+    except LlmemError:
+        return False
+    return True
 
 
 def compute_dtype(spec: RunSpec) -> str | None:
@@ -87,6 +114,10 @@ def ranks_of(trace: Trace, spec: RunSpec) -> list[RankTable]:
     numbered in the same order, tensor-parallel ones fastest: (pp, replica, tp).
     """
     make: Callable[[Trace, RunSpec], list[RankTable]] = engine(spec).ranks
+    if spec.ep > spec.tp:
+        make = partial(import_module("llmem.parallel.expert").ranks, make=make)
+    if spec.cp > 1:
+        make = partial(import_module("llmem.parallel.context").ranks, make=make)
     if spec.pp > 1:
         make = partial(import_module("llmem.parallel.pipeline").ranks, make=make)
     if spec.tp > 1:

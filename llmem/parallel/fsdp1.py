@@ -8,13 +8,16 @@ parameters, with autocast around the forward as on one GPU (``Accelerator.prepar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmem.errors import LlmemError
-from llmem.lifetimes import Trace
+from llmem.lifetimes import Parameter, Trace
 from llmem.parallel import RankTable
-from llmem.parallel.fsdp1_flat import FlatParameter, flatten
+from llmem.parallel.fsdp1_flat import ITEMSIZE, FlatParameter, flatten
 from llmem.parallel.fsdp1_pass import Fsdp1Options, Fsdp1Pass
+from llmem.parallel.fsdp_offload import check_offload, host_note
+from llmem.parallel.host_step import step_on_host
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.parallel.units import Unit, units_of
 from llmem.spec import RunSpec, checkpoints_calls, checkpoints_reentrantly
@@ -30,7 +33,7 @@ def compute_dtype(spec: RunSpec) -> str | None:
 
 def options_of(spec: RunSpec) -> Fsdp1Options:
     """Arguments of FSDP1 for ``spec``. Raises LlmemError for impossible ones."""
-    if spec.gpus % shard_ranks(spec):
+    if spec.gpus % spec.shard_ranks:
         raise LlmemError(
             f"--hybrid-shard {spec.hybrid_shard} does not divide {spec.gpus} GPUs; choose a divisor"
         )
@@ -39,8 +42,9 @@ def options_of(spec: RunSpec) -> Fsdp1Options:
             f"FSDP1 cannot keep a part of a unit after forward (--reshard-after-forward "
             f"{spec.reshard_after_forward}); use true, false or --strategy fsdp2"
         )
-    if spec.offload != "none":
-        raise LlmemError("--offload is not supported with fsdp yet; leave it out")
+    if spec.shard_ranks == 1 and spec.gpus > 1:
+        raise LlmemError("FSDP1 with one GPU per copy does not shard (NO_SHARD); use --strategy ddp")
+    check_offload(spec)
     return Fsdp1Options(
         free_after_forward=bool(spec.reshard_after_forward),
         prefetch=spec.backward_prefetch,
@@ -48,40 +52,62 @@ def options_of(spec: RunSpec) -> Fsdp1Options:
         reentrant=spec.gradient_checkpointing and checkpoints_calls(spec.as_transformers),
         inputs_require_grad=spec.gradient_checkpointing
         and checkpoints_reentrantly(spec.as_transformers),
+        offload=spec.offload == "all",
+        hybrid=spec.shard_ranks < spec.gpus,
     )
-
-
-def shard_ranks(spec: RunSpec) -> int:
-    """Ranks that share one copy of the parameters."""
-    return spec.hybrid_shard or spec.gpus
 
 
 def wrapped_modules(trace: Trace, spec: RunSpec) -> list[str]:
     """Names of the modules that are units of their own, the root left out."""
     if spec.method == "full":
         return trace.wrapped
+    alone = {p.key for p in ignored(trace, spec)}
     leaves = [
         p.name.removesuffix(".weight")
         for p in trace.parameters
-        if p.trainable and p.name.endswith(".weight")
+        if p.trainable and p.name.endswith(".weight") and p.key not in alone
     ]
     return [*trace.wrapped, *leaves]
 
 
+def ignored(trace: Trace, spec: RunSpec) -> list[Parameter]:
+    """``ignored_modules``: adapters whose products are fused (fms-acceleration), whole on each rank."""
+    from llmem.trace.standins.select import fuses_adapters
+
+    return [p for p in trace.parameters if fuses_adapters(spec) and ".lora_" in p.name]
+
+
 def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
-    options = options_of(spec)
+    alone = ignored(trace, spec)
+    options = replace(options_of(spec), ignored=frozenset(p.key for p in alone))
     units = units_of(trace, wrapped_modules(trace, spec))
+    for unit in units:
+        unit.parameters = [p for p in unit.parameters if p.key not in options.ignored]
+    if alone and options.offload:
+        raise LlmemError(
+            "fused adapters are no part of what FSDP1 offloads, which is not modelled; leave --offload "
+            "or the fused kernels out"
+        )
+    whole = [Shard(p.key, p.name, p.shape, p.dtype) for p in alone]
     flats = [_flat(unit, trace, spec) for unit in units]
     notes = _notes(units, options, spec)
     tables = []
-    for members, shards in _kinds(units, flats, spec):
+    for members, sharded in _kinds(units, flats, spec):
+        shards = [*sharded, *whole]
         step = trace_optimizer(
             shards, spec, device_of(spec), steps=len(trace.step_ticks) - 1, clip=clip
         )
         edited = Fsdp1Pass(trace, units, flats, options).run()
-        splice_optimizer(edited, shards, step)
+        optimizer, told = step.optimizer, notes
+        if options.offload:
+            # _cpu_grad is made for every flat parameter, frozen or not
+            held = [(flat.shard * ITEMSIZE[flat.kept], True) for flat in flats if flat is not None]
+            told = [*notes, host_note("fsdp: CPUOffload(offload_params=True)", held, step)]
+            optimizer = step_on_host(edited)
+        else:
+            splice_optimizer(edited, shards, step)
         lifetimes, named = edited.finish()
-        tables.append(RankTable(members[0], lifetimes, named, step.optimizer, notes, members))
+        tables.append(RankTable(members[0], lifetimes, named, optimizer, told, members))
     return tables
 
 
@@ -90,7 +116,7 @@ def _flat(unit: Unit, trace: Trace, spec: RunSpec) -> FlatParameter | None:
         return None
     return flatten(
         unit.parameters,
-        shard_ranks(spec),
+        spec.shard_ranks,
         kept=trace.masters,
         computed=spec.autocast_dtype,
         use_orig_params=spec.use_orig_params,
@@ -107,7 +133,7 @@ def _kinds(
         return [(everyone, [flat.whole(unit.name) for unit, flat in trained])]
     kinds: dict[tuple[Shard, ...], list[int]] = {}
     for rank in range(spec.gpus):
-        owned = [part for _, flat in trained for part in flat.parts(rank % shard_ranks(spec))]
+        owned = [part for _, flat in trained for part in flat.parts(rank % spec.shard_ranks)]
         kinds.setdefault(tuple(owned), []).append(rank)
     return [(tuple(members), list(owned)) for owned, members in kinds.items()]
 
@@ -129,7 +155,7 @@ def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> None:
 def _notes(units: list[Unit], options: Fsdp1Options, spec: RunSpec) -> list[str]:
     blocks = sum(not unit.is_root for unit in units)
     strategy = "FULL_SHARD" if options.free_after_forward else "SHARD_GRAD_OP"
-    shared = shard_ranks(spec)
+    shared = spec.shard_ranks
     strategy = strategy if shared == spec.gpus else f"HYBRID_SHARD ({strategy})"
     notes = [
         f"fsdp: FullyShardedDataParallel of torch on {blocks} modules and the root, {strategy}, "

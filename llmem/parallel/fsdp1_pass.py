@@ -14,7 +14,10 @@ buffers, ``_exec_order_utils.py`` for what is prefetched):
   head's, so lives until the end of backward;
 * the flat gradient is cast to the reduce dtype, padded to the number of ranks if needed,
   reduce-scattered to a new shard, and that is cast to the dtype of the parameter;
-* without synchronisation (``no_sync``) the flat gradient stays, and later ones are added to it.
+* without synchronisation (``no_sync``) the flat gradient stays, and later ones are added to it;
+* ``CPUOffload(offload_params=True)`` keeps the shard on the host and copies it to the GPU at every
+  unshard, also when the parameter is still gathered (``pre_unshard``). The reduced gradient is
+  copied to the host, but its shard stays on the GPU until backward ends (``_saved_grad_shard``).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from llmem.parallel.fsdp1_reentrant import leaf_of_recompute
 from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
 
-UNSHARD_STREAM, PRE_UNSHARD_STREAM, POST_BACKWARD_STREAM = 1, 2, 3
+UNSHARD_STREAM, PRE_UNSHARD_STREAM, POST_BACKWARD_STREAM, ALL_REDUCE_STREAM = 1, 2, 3, 4
 """The split into views runs on the unshard stream, so its backward, which makes the flat gradient,
 does too (autograd runs a node on the stream of its forward)."""
 
@@ -46,7 +49,8 @@ class Fsdp1Options:
     ``free_after_forward``: FULL_SHARD (False: SHARD_GRAD_OP); ``prefetch``: ``BackwardPrefetch``.
     ``reentrant``: blocks are checkpointed by reentrant checkpointing around their calls, whose
     forwards run without gradients. ``inputs_require_grad``: the embedding's output does, whatever
-    is trained (reentrant checkpointing needs it).
+    is trained (reentrant checkpointing needs it). ``ignored``: keys of trained parameters that are
+    no unit's. ``offload``: ``CPUOffload``.
     """
 
     free_after_forward: bool = True
@@ -54,6 +58,10 @@ class Fsdp1Options:
     use_orig_params: bool = False
     reentrant: bool = False
     inputs_require_grad: bool = False
+    offload: bool = False
+    hybrid: bool = False
+    """HYBRID_SHARD: reduced shards are all-reduced and cast on a stream of their own."""
+    ignored: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -93,6 +101,7 @@ class Fsdp1Pass:
         self._gradients = gradient_rows(self.trace)
         self._added = added_gradients(self.trace)
         self._held: list[int] = []
+        self._saved_grad_shards: list[int] = []
         self._handles = [
             None if flat is None else _Handle(unit, flat)
             for unit, flat in zip(self.units, self.flats, strict=True)
@@ -126,9 +135,10 @@ class Fsdp1Pass:
     # -- before the first step -------------------------------------------------------------------
 
     def _shard_parameters(self) -> None:
-        rows = [p.row for p in self.trace.parameters]
+        ignored = self.options.ignored
+        rows = [p.row for p in self.trace.parameters if p.key not in ignored]
         self.editor.drop(np.unique(np.array(rows, np.int64)))
-        for handle in filter(None, self._handles):
+        for handle in [] if self.options.offload else filter(None, self._handles):
             flat = handle.flat
             self._add(handle, flat.shard, flat.kept, 0, category=Category.PARAMETER)
 
@@ -205,6 +215,8 @@ class Fsdp1Pass:
         for row in self._held:
             self.editor.end(row, self.editor.at(tick))
         self._held.clear()
+        self.editor.free(self._saved_grad_shards, tick)
+        self._saved_grad_shards.clear()
         for handle in filter(None, self._handles):
             self._reshard(handle, tick, free=sync or self.options.free_after_forward)
             handle.ran_pre_backward = handle.needs_pre_backward = handle.in_backward = False
@@ -214,21 +226,27 @@ class Fsdp1Pass:
     # -- buffers ---------------------------------------------------------------------------------
 
     def _unshard(self, handle: _Handle, call: Call) -> None:
-        if handle.gathered is not None:
-            return
         flat, tick = handle.flat, call.tick
+        if handle.gathered is not None:
+            if self.options.offload:
+                self.editor.free(self._pre_unshard(handle, tick), tick)
+            return
         phase = Phase.FORWARD if call.hook is Hook.PRE_FORWARD else Phase.BACKWARD
         op = self.editor.op("all_gather", handle.unit.name, phase, call.step, self.editor.at(tick))
-        low = None
-        if flat.computed != flat.kept:
-            low = self._add(
-                handle, flat.shard, flat.computed, tick, op=op, stream=PRE_UNSHARD_STREAM
-            )
+        staged = self._pre_unshard(handle, tick, op)
         handle.gathered = self._add(
             handle, flat.padded, flat.computed, tick, op=op, stream=UNSHARD_STREAM
         )
-        if low is not None:
-            self.editor.free(low, tick)
+        self.editor.free(staged, tick)
+
+    def _pre_unshard(self, handle: _Handle, tick: int, op: int = -1) -> list[int]:
+        """The shard as it is gathered: cast, copied from the host, or (nothing made) as it is."""
+        flat, stream = handle.flat, PRE_UNSHARD_STREAM
+        dtypes = [flat.computed] if flat.computed != flat.kept else []
+        dtypes += [flat.kept] if self.options.offload else []
+        made = [self._add(handle, flat.shard, d, tick, op=op, stream=stream) for d in dtypes]
+        self.editor.free(made[1:], tick)  # the host's copy, once it is cast
+        return made[:1]
 
     def _reshard(self, handle: _Handle, tick: int, *, free: bool) -> None:
         if free and handle.gathered is not None:
@@ -279,7 +297,7 @@ class Fsdp1Pass:
         flat, tick, editor = handle.flat, call.tick, self.editor
         name = handle.unit.name
         op = editor.op("reduce_scatter", name, Phase.BACKWARD, call.step, editor.at(tick))
-        stream = POST_BACKWARD_STREAM
+        stream, last = POST_BACKWARD_STREAM, ALL_REDUCE_STREAM if self.options.hybrid else None
         temporary = []
         if flat.reduced != flat.computed:
             temporary.append(self._add(handle, flat.numel, flat.reduced, tick, op=op, stream=stream))
@@ -293,12 +311,15 @@ class Fsdp1Pass:
         )
         if flat.reduced != flat.kept:
             cast = self._add(
-                handle, flat.shard, flat.kept, tick, op=op, stream=stream,
+                handle, flat.shard, flat.kept, tick, op=op, stream=last or stream,
                 category=Category.GRADIENT,
             )  # fmt: skip
             editor.free(shard, tick)
             shard = cast
         editor.free([*reversed(temporary), gradient], tick)
+        if self.options.offload:
+            self._saved_grad_shards.append(shard)
+            return
         dropped = self._dropped(handle, call)
         if dropped is not None:
             editor.free(shard, dropped)
@@ -342,7 +363,7 @@ class Fsdp1Pass:
 
     def _input_requires_grad(self, unit: Unit) -> bool:
         """Whether something trained ran before ``unit`` (or its input was made to require it)."""
-        if self.options.inputs_require_grad:
+        if self.options.inputs_require_grad or self.options.ignored:
             return not unit.is_root
         start = _first_call(unit)
         return not unit.is_root and any(

@@ -13,66 +13,29 @@ Read in torch/distributed/fsdp/_fully_shard (``_fsdp_param_group.py`` for the or
   reduce-scatter input (reduce dtype, padded) and freed; the output, allocated on the
   reduce-scatter stream, is cast to the original dtype and its views become the gradients. The
   input lives until the next group reduces (or backward ends);
-* the root group (embedding, final norm, head) is not resharded after forward.
+* the root group (embedding, final norm, head) is not resharded after forward;
+* HSDP all-reduces the output among the replicas before the cast, on a stream of its own, and holds
+  what it all-reduced until backward ends (``AllReduceState``);
+* ``reshard_after_forward=N`` copies a part of each gathered parameter, from which backward gathers;
+* ``CPUOffloadPolicy`` keeps shards, and gradients once they are reduced, on the host: a shard is
+  copied to the copy-in stream and cast there, parameter by parameter, before it is gathered;
+* a rank that shares with nobody copies (and casts) its parameters instead of gathering them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import ceil, prod
 
 import numpy as np
 
 from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
+from llmem.parallel.fsdp2_shards import ITEMSIZE, Fsdp2Options, padded_shard
 from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
 
 COPY_IN_STREAM, REDUCE_SCATTER_STREAM, ALL_REDUCE_STREAM = 1, 2, 3
-
-
-@dataclass(frozen=True)
-class Fsdp2Options:
-    """Arguments of ``fully_shard``; dtypes as torch names, None keeps the parameters' own.
-
-    ``shard_size`` ranks share one copy (the world, or fewer for HSDP). ``reshard`` is
-    ``reshard_after_forward`` of the blocks, ``root_reshard`` that of the root.
-    """
-
-    shard_size: int
-    replicas: int = 1
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    reshard: bool | int = True
-    root_reshard: bool = False
-    kept: frozenset[str] = frozenset()
-    """Names of units with ``reshard_after_forward=False`` whatever the others have."""
-
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1, "uint8": 1}
-
-
-def padded_shard(parameter: Parameter, ranks: int) -> int:
-    """Elements of a shard with its padding: ceil(d0/N) rows.
-
-    >>> padded_shard(Parameter(0, "w", (5, 3), "float32", 4, True, 0), 2)
-    9
-    """
-    shape = parameter.shape or (1,)
-    return ceil(shape[0] / ranks) * prod(shape[1:])
-
-
-def local_shape(parameter: Parameter, ranks: int, rank: int) -> tuple[int, ...]:
-    """Shape of the chunk that ``rank`` really owns (torch.chunk: the last ones may be empty).
-
-    >>> local_shape(Parameter(0, "w", (5, 3), "float32", 4, True, 0), 4, 3)
-    (0, 3)
-    """
-    shape = parameter.shape or (1,)
-    rows = ceil(shape[0] / ranks)
-    mine = max(0, min(rows, shape[0] - rank * rows))
-    return (mine, *shape[1:])
 
 
 @dataclass
@@ -98,6 +61,13 @@ class _Hook:
     micro_batch: int = 0
     last_micro_batch: bool = True
 
+    @property
+    def nesting(self) -> int:
+        """Outer modules enter first and leave last."""
+        name = self.group.unit.name
+        depth = name.count(".") + 1 if name else 0
+        return depth if self.name.startswith("pre") else -depth
+
 
 class Fsdp2Pass:
     """Plays FSDP2's hooks over a trace; one instance per rank."""
@@ -114,6 +84,7 @@ class Fsdp2Pass:
         self.groups = [_Group(unit) for unit in units if unit.parameters]
         self._held_output: int | None = None
         self._reduce_inputs: list[int] = []
+        self._all_reduced: list[int] = []
         self._gradient_rows = gradient_rows(trace)
         self._added = added_gradients(trace)
 
@@ -129,7 +100,7 @@ class Fsdp2Pass:
     def _shard_parameters(self) -> None:
         rows = [p.row for p in self.trace.parameters]
         self.editor.drop(np.unique(np.array(rows, np.int64)))
-        for group in self.groups:
+        for group in [] if self.options.offload else self.groups:
             for parameter in group.unit.parameters:
                 self.editor.add(
                     padded_shard(parameter, self.options.shard_size)
@@ -142,17 +113,21 @@ class Fsdp2Pass:
 
     def _play(self, step: int) -> None:
         """All hooks of one step, in program order."""
-        hooks = sorted(self._hooks(step), key=lambda hook: (hook.tick, hook.order))
+        hooks = sorted(self._hooks(step), key=lambda hook: (hook.tick, hook.order, hook.nesting))
         for hook in hooks:
             if hook.name == "pre_forward":
                 self._pre_forward(hook.group, hook.tick, step)
             elif hook.name == "post_forward":
                 self._post_forward(hook.group, hook.tick, step)
+            elif hook.name == "end_forward":
+                self._release_held_output(hook.tick)
             elif hook.name == "pre_backward":
                 self._pre_backward(hook.group, hook.tick, step)
             else:
                 self._post_backward(hook, step)
             if hook is hooks[-1]:  # the end of ``_root_post_backward_final_callback``
+                self.editor.free(self._all_reduced, hook.tick)
+                self._all_reduced = []
                 self._release_reduce_inputs(hook.tick)
 
     def _hooks(self, step: int) -> Iterator[_Hook]:
@@ -164,6 +139,9 @@ class Fsdp2Pass:
             for window in unit.forward.get(step, []):
                 yield _Hook(window.start, before, "pre_forward", group)
                 yield _Hook(window.end, after, "post_forward", group)
+            for window in unit.again.get(step, []):  # by checkpointing: an iteration of its own
+                yield _Hook(window.start, before, "pre_forward", group)
+                yield _Hook(window.end, after, "end_forward", group)
             windows = unit.backward.get(step, [])
             before, after = (5, 9) if unit.is_root else (6, 4)
             for micro, window in enumerate(windows):
@@ -180,6 +158,7 @@ class Fsdp2Pass:
 
     def _pre_forward(self, group: _Group, tick: int, step: int) -> None:
         self._unshard(group, tick, Phase.FORWARD, step)
+        self._copy_alone(group, tick)
         if group.all_gather_output is None:
             return
         # ``wait_for_unshard`` drops the one held before, but its own local keeps it to the end.
@@ -193,13 +172,14 @@ class Fsdp2Pass:
             reshard = False
         if reshard is not False:
             if reshard is not True and not group.unit.is_root:
-                self._keep_smaller_shard(group, int(reshard), tick)
+                self._keep_smaller_shard(group, tick)
             self._reshard(group, tick)
         if group.unit.is_root:
-            self._release_held_output(tick)
+            self._release_held_output(tick)  # _post_forward of iter_forward_root
 
     def _pre_backward(self, group: _Group, tick: int, step: int) -> None:
         self._unshard(group, tick, Phase.BACKWARD, step)
+        self._copy_alone(group, tick)
         if group.all_gather_output is not None:
             self._copy_out(group, tick)
             self.editor.free(group.all_gather_output, tick)
@@ -256,56 +236,94 @@ class Fsdp2Pass:
             return
         editor, name = self.editor, group.unit.name
         op = editor.op("all_gather", name, phase, step, editor.at(tick))
-        flat = sum(
-            padded_shard(p, self.options.shard_size) * ITEMSIZE[self._gather_dtype(p)]
-            for p in group.unit.parameters
-        )
-        ranks = self.options.shard_size
-        if group.post_forward:
-            ranks = int(self.options.reshard)
-            flat = ceil(flat * self.options.shard_size / ranks)
-        temporary = None
-        if self.options.param_dtype is not None:
-            temporary = editor.add(flat, editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM)
+        inputs = self._gather_inputs(group, tick, op)
         group.all_gather_output = editor.add(
-            flat * ranks, editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM
-        )
-        if temporary is not None:
-            editor.free(temporary, tick)
+            sum(self._gathered_bytes(p) for p in group.unit.parameters),
+            editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM,
+        )  # fmt: skip
+        editor.free(inputs, tick)
+
+    def _gather_inputs(self, group: _Group, tick: int, op: int) -> list[int]:
+        """What ``_get_param_all_gather_inputs`` allocates: copies from the host, or one flat cast."""
+        if self.options.offload:
+            shards = [] if group.post_forward else group.unit.parameters
+            return [
+                made
+                for p in shards
+                if (made := self._input_of(p, group, tick, COPY_IN_STREAM, op)) is not None
+            ]
+        ranks = int(self.options.reshard) if group.post_forward else self.options.shard_size
+        cast = [
+            p
+            for p in group.unit.parameters
+            if self._gather_dtype(p) != self.masters[p.key]
+        ]
+        flat = sum(self._gathered_bytes(p) for p in cast) // ranks
+        if not flat:
+            return []
+        name = group.unit.name
+        return [self.editor.add(flat, self.editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM)]
+
+    def _input_of(
+        self, parameter: Parameter, group: _Group, tick: int, stream: int = 0, op: int = -1
+    ) -> int | None:
+        """``FSDPParam.all_gather_inputs``: the shard from the host, then in the computed dtype."""
+        editor, kept = self.editor, self.masters[parameter.key]
+        numel = padded_shard(parameter, self.options.shard_size)
+        made = None
+        dtypes = [kept] if self.options.offload else []
+        for dtype in [*dtypes, *[d for d in [self._gather_dtype(parameter)] if d != kept]]:
+            new = editor.add(
+                numel * ITEMSIZE[dtype], editor.at(tick), module=group.unit.name, stream=stream, op=op
+            )
+            if made is not None:
+                editor.free(made, tick)
+            made = new
+        return made
+
+    def _copy_alone(self, group: _Group, tick: int) -> None:
+        """``wait_for_unshard`` of a rank that shares with nobody: copies in place of a gather."""
+        if self.options.shard_size > 1 or group.unsharded:
+            return
+        last = None
+        for parameter in group.unit.parameters:
+            made = self._input_of(parameter, group, tick)
+            if last is not None:
+                self.editor.free(last, tick)
+            last = made
+            self._add_gathered(group, parameter, tick)
+        if last is not None:
+            self.editor.free(last, tick)
+        group.unsharded = True
 
     def _copy_out(self, group: _Group, tick: int) -> None:
-        editor = self.editor
         for parameter in group.unit.parameters:
-            group.gathered.append(
-                editor.add(
-                    padded_shard(parameter, self.options.shard_size)
-                    * self.options.shard_size
-                    * ITEMSIZE[self._gather_dtype(parameter)],
-                    editor.at(tick),
-                    module=group.unit.name,
-                    key=parameter.key,
-                )
-            )
+            self._add_gathered(group, parameter, tick)
         group.unsharded = True
-        editor.free(group.post_forward, tick)
+        self.editor.free(group.post_forward, tick)
         group.post_forward = []
+
+    def _add_gathered(self, group: _Group, parameter: Parameter, tick: int) -> None:
+        nbytes, name = self._gathered_bytes(parameter), group.unit.name
+        group.gathered.append(
+            self.editor.add(nbytes, self.editor.at(tick), module=name, key=parameter.key)
+        )
 
     def _reshard(self, group: _Group, tick: int) -> None:
         self.editor.free(group.gathered, tick)
         group.gathered = []
         group.unsharded = False
 
-    def _keep_smaller_shard(self, group: _Group, ranks: int, tick: int) -> None:
-        """``reshard_after_forward=int``: a copy of 1/int of each parameter stays for backward."""
-        for parameter in group.unit.parameters:
+    def _keep_smaller_shard(self, group: _Group, tick: int) -> None:
+        """``to_sharded_post_forward``: a part of each parameter is copied, then the whole freed."""
+        for parameter, gathered in zip(group.unit.parameters, group.gathered, strict=True):
+            nbytes = self._gathered_bytes(parameter) // int(self.options.reshard)
+            name = group.unit.name
             group.post_forward.append(
-                self.editor.add(
-                    padded_shard(parameter, ranks) * ITEMSIZE[self._gather_dtype(parameter)],
-                    self.editor.at(tick),
-                    module=group.unit.name,
-                    key=parameter.key,
-                )
+                self.editor.add(nbytes, self.editor.at(tick), module=name, key=parameter.key)
             )
+            self.editor.free(gathered, tick)
+        group.gathered = []
 
     def _reduce(
         self, group: _Group, mine: list[tuple[Parameter, int]], tick: int, step: int
@@ -326,33 +344,39 @@ class Fsdp2Pass:
         else:
             for _, row in mine:
                 editor.end(row, editor.at(tick))
-        output = editor.add(
-            elements * ITEMSIZE[reduced],
-            editor.at(tick),
-            module=name,
-            op=op,
-            stream=REDUCE_SCATTER_STREAM,
-            category=Category.GRADIENT if reduced == original else Category.COMMUNICATION,
-        )
-        if reduced != original:
-            cast = editor.add(
-                elements * ITEMSIZE[original],
-                editor.at(tick),
-                module=name,
-                op=op,
-                stream=REDUCE_SCATTER_STREAM,
-                category=Category.GRADIENT,
+        outputs = [
+            editor.add(
+                elements * ITEMSIZE[dtype], editor.at(tick), module=name, op=op, stream=stream,
+                category=Category.GRADIENT if dtype == original else Category.COMMUNICATION,
             )
-            editor.free(output, tick)
-            output = cast
-        dropped = int(self.trace.lifetimes.death[[row for _, row in mine]].max())
-        if dropped != NEVER:  # when zero_grad lets go of the gradients
-            editor.free(output, dropped)
+            for dtype, stream in self._outputs(reduced, original)
+        ]  # fmt: skip
+        if not self.options.offload:
+            dropped = int(self.trace.lifetimes.death[[row for _, row in mine]].max())
+            if dropped != NEVER:  # when zero_grad lets go of the gradients
+                editor.free(outputs[-1], dropped)
+            del outputs[-1]
+        if self.options.replicas > 1:
+            self._all_reduced += outputs[:1]
+            del outputs[:1]
+        editor.free(outputs, tick)
+
+    def _outputs(self, reduced: str, original: str) -> list[tuple[str, int]]:
+        """Dtype and stream of what is reduced, and of the copy in the parameters' dtype."""
+        last = ALL_REDUCE_STREAM if self.options.replicas > 1 else REDUCE_SCATTER_STREAM
+        cast = [] if reduced == original else [(original, last)]
+        return [(reduced, REDUCE_SCATTER_STREAM), *cast]
 
     # -- small questions -------------------------------------------------------------------------
 
     def _gather_dtype(self, parameter: Parameter) -> str:
-        return self.options.param_dtype or self.masters[parameter.key]
+        kept = self.masters[parameter.key]
+        return kept if kept in ("int8", "uint8") else self.options.param_dtype or kept
+
+    def _gathered_bytes(self, parameter: Parameter) -> int:
+        """Bytes of an unsharded parameter, padding included."""
+        ranks, dtype = self.options.shard_size, self._gather_dtype(parameter)
+        return padded_shard(parameter, ranks) * ranks * ITEMSIZE[dtype]
 
     def _group_before(self, group: _Group, step: int) -> _Group | None:
         """The group whose forward ended just before this one's (what backward prefetches)."""
@@ -362,7 +386,7 @@ class Fsdp2Pass:
 
     def _post_forward_order(self, step: int) -> list[_Group]:
         ran = [g for g in self.groups if step in g.unit.forward]
-        return sorted(ran, key=lambda g: (g.unit.forward[step][-1].end, 1 if g.unit.is_root else 0))
+        return sorted(ran, key=lambda g: (g.unit.forward[step][-1].end, -len(g.unit.name)))
 
     def _release_reduce_inputs(self, tick: int) -> None:
         while self._reduce_inputs:

@@ -7,7 +7,10 @@ from dataclasses import replace
 from llmem.errors import LlmemError
 from llmem.lifetimes import Trace
 from llmem.parallel import RankTable
-from llmem.parallel.fsdp2 import Fsdp2Options, Fsdp2Pass, local_shape
+from llmem.parallel.fsdp2 import Fsdp2Pass
+from llmem.parallel.fsdp2_shards import ITEMSIZE, Fsdp2Options, local_shape, padded_shard
+from llmem.parallel.fsdp_offload import check_offload, host_note
+from llmem.parallel.host_step import step_on_host
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.parallel.units import units_of
 from llmem.spec import RunSpec
@@ -22,7 +25,7 @@ def compute_dtype(spec: RunSpec) -> str | None:
 
 def options_of(spec: RunSpec) -> Fsdp2Options:
     """Arguments of ``fully_shard`` for ``spec``. Raises LlmemError for impossible ones."""
-    shard = spec.hybrid_shard or spec.gpus
+    shard = spec.shard_ranks
     if spec.gpus % shard:
         raise LlmemError(
             f"--hybrid-shard {shard} does not divide {spec.gpus} GPUs; choose a divisor"
@@ -33,14 +36,14 @@ def options_of(spec: RunSpec) -> Fsdp2Options:
             f"--reshard-after-forward {reshard} must be a divisor of the {shard} ranks that share "
             "a copy, at least 2; or true or false"
         )
-    if spec.offload != "none":
-        raise LlmemError("--offload is not supported with fsdp2 yet; leave it out")
+    check_offload(spec)
     return Fsdp2Options(
         shard_size=shard,
         replicas=spec.gpus // shard,
         param_dtype=spec.autocast_dtype,
         reduce_dtype=DTYPES[spec.reduce_dtype] if spec.autocast_dtype else None,
         reshard=reshard,
+        offload=spec.offload == "all",
     )
 
 
@@ -51,7 +54,9 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     units = units_of(trace, trace.wrapped)
     notes = [
         f"fsdp2: fully_shard of torch on each of {len(trace.wrapped)} blocks and the root, "
-        f"{options.shard_size} ranks share a copy",
+        f"{options.shard_size} ranks share a copy, {options.replicas} "
+        f"{'copies' if options.replicas > 1 else 'copy'}, reshard_after_forward "
+        f"{str(options.reshard).lower()}",
     ]
     if options.param_dtype:
         notes.append(
@@ -74,10 +79,24 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
             if p.trainable
         ]
         step = trace_optimizer(shards, spec, device_of(spec), steps=len(trace.step_ticks) - 1)
-        splice_optimizer(editor, shards, step)
+        optimizer, told = step.optimizer, notes
+        if options.offload:
+            kept = [padded_shard(p, options.shard_size) for p in trace.parameters]
+            told = [*notes, host_note("fsdp2: CPUOffloadPolicy", _sized(trace, kept), step)]
+            optimizer = step_on_host(editor)
+        else:
+            splice_optimizer(editor, shards, step)
         lifetimes, named = editor.finish()
-        tables.append(RankTable(rank, lifetimes, named, step.optimizer, notes, members))
+        tables.append(RankTable(rank, lifetimes, named, optimizer, told, members))
     return tables
+
+
+def _sized(trace: Trace, elements: list[int]) -> list[tuple[int, bool]]:
+    """Bytes of each parameter's shard in the dtype it is kept in, and whether it is trained."""
+    return [
+        (numel * ITEMSIZE[trace.masters[p.key]], p.trainable)
+        for p, numel in zip(trace.parameters, elements, strict=True)
+    ]
 
 
 def kinds_of_rank(trace: Trace, shard_size: int, world: int) -> list[tuple[int, ...]]:

@@ -15,12 +15,16 @@ Read in the notes on colossalai/zero/gemini (``chunk/chunk.py``, ``gemini_ddp.py
 * HybridAdam updates the slices of parameters in this rank's fp32 shards in place; its two states are
   zeros like each slice, made in the first step;
 * with one rank (LLMem's change), or if all parameters are fewer than the smallest chunk, chunks stay
-  gathered.
+  gathered;
+* under tensor parallelism parameters are grouped by the ranks that hold the same part
+  (``classify_params_by_dp_degree``): split weights lie in chunks of their own, shared by
+  gpus / tp ranks, and the whole ones (biases, norms) in others, shared by all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,30 +46,42 @@ HALF, FULL = 2, 4
 """Bytes of an element in the two kinds of chunks."""
 STATES = 2
 """exp_avg and exp_avg_sq."""
+ADAMS = (
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "adamw_torch_single", "adam",
+)  # fmt: skip
+"""Optimizers that HybridAdam stands in for (its ``adamw_mode``, on or off); memory is the same."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The chunks of a model's parameters on ``ranks`` ranks; ``kept``: they stay gathered."""
+    """The chunks of a model's parameters on ``ranks`` ranks.
+
+    ``gathered`` holds the numbers of the chunks that stay so; ``kept``: they all do.
+    """
 
     parameters: tuple[Parameter, ...]
     chunks: tuple[Chunk, ...]
     ranks: int
-    kept: bool
+    gathered: frozenset[int]
 
-    def shard(self, chunk: Chunk) -> int:
-        """Elements of ``chunk`` that a rank holds."""
-        return chunk.elements if self.kept else chunk.elements // self.ranks
+    @property
+    def kept(self) -> bool:
+        return len(self.gathered) == len(self.chunks)
+
+    def shard(self, index: int) -> int:
+        """Elements of chunk number ``index`` that a rank holds."""
+        elements = self.chunks[index].elements
+        return elements if index in self.gathered else elements // self.ranks
 
     def slices(self, rank: int) -> tuple[int, ...]:
         """Elements of each parameter's part in ``rank``'s shards, the empty ones left out."""
         found = []
-        for chunk in self.chunks:
-            size = self.shard(chunk)
-            first = 0 if self.kept else rank * size
+        for index, chunk in enumerate(self.chunks):
+            size = self.shard(index)
+            first = 0 if index in self.gathered else rank * size
             start = 0
-            for index in chunk.members:
-                end = start + self.parameters[index].numel
+            for member in chunk.members:
+                end = start + self.parameters[member].numel
                 inside = min(end, first + size) - max(start, first)
                 if inside > 0:
                     found.append(inside)
@@ -74,17 +90,38 @@ class Layout:
 
 
 def layout_of(
-    parameters: list[Parameter], ranks: int, *, min_chunk: int = 32 * MI_ELEMENTS
+    parameters: list[Parameter],
+    ranks: int,
+    *,
+    min_chunk: int = 32 * MI_ELEMENTS,
+    split: Container[int] | None = None,
 ) -> Layout:
     """Chunks for ``parameters`` in the order of ``model.parameters()``, tied ones once.
 
     ``min_chunk`` in elements: Gemini's ``min_chunk_size_mb`` of 32 (which it does not mean as MB).
+    ``split`` holds the keys of parameters split over tensor-parallel ranks (None: no such ranks);
+    ``ranks`` hold the same part of them. Raises LlmemError if the whole ones are no small group:
+    they would be sharded over other ranks than the split ones.
     """
-    numels = [p.numel for p in parameters]
-    size = search_chunk_size(numels, min_chunk=min_chunk, dp_degree=ranks)
-    chunks = assign_chunks(numels, size, ranks)
-    kept = ranks == 1 or sum(numels) < min_chunk
-    return Layout(tuple(parameters), tuple(chunks), ranks, kept)
+    whole = [] if split is None else [i for i, p in enumerate(parameters) if p.key not in split]
+    if sum(parameters[i].numel for i in whole) >= min_chunk:
+        raise LlmemError(
+            f"gemini with --tp: the parameters that are not split have {min_chunk:,} elements or "
+            "more, so that Gemini shards them over all GPUs, which is not modelled; leave --tp out"
+        )
+    rest = sorted(set(range(len(parameters))) - set(whole))
+    chunks: list[Chunk] = []
+    gathered: set[int] = set()
+    for members in (rest, whole):
+        numels = [parameters[i].numel for i in members]
+        if not numels:
+            continue
+        size = search_chunk_size(numels, min_chunk=min_chunk, dp_degree=ranks)
+        found = assign_chunks(numels, size, ranks)
+        if ranks == 1 or sum(numels) < min_chunk:
+            gathered.update(range(len(chunks), len(chunks) + len(found)))
+        chunks += [replace(c, members=tuple(members[m] for m in c.members)) for c in found]
+    return Layout(tuple(parameters), tuple(chunks), ranks, frozenset(gathered))
 
 
 def compute_dtype(spec: RunSpec) -> str:
@@ -100,17 +137,22 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
         raise LlmemError(
             "Gemini 0.3.0 does not accumulate gradients; use --gradient-accumulation-steps 1"
         )
+    if spec.optim not in ADAMS:
+        raise LlmemError(
+            f"Gemini trains with HybridAdam alone, not {spec.optim}; use --optim {', '.join(ADAMS)}, or "
+            "zero3"
+        )
     if not all(p.trainable for p in trace.parameters):
         raise LlmemError("Gemini 0.3.0 trains all parameters; use --method full, or zero3")
-    layout = layout_of(trace.parameters, spec.gpus)
+    layout = layout_of(trace.parameters, spec.gpus, split=trace.sharded or None)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank in range(spec.gpus):
         kinds.setdefault(layout.slices(rank), []).append(rank)
     notes = [
         f"gemini: Colossal-AI 0.3.0, placement cuda, {len(layout.chunks)} chunks of up to "
         f"{max(c.elements for c in layout.chunks):,} elements, "
-        f"{'kept gathered' if layout.kept else f'1/{spec.gpus} on each rank'}",
-        "gemini: HybridAdam in place of --optim; clipping scales inside its kernel",
+        + ("kept gathered" if layout.kept else f"1/{spec.gpus} on each rank"),
+        f"gemini: HybridAdam for {spec.optim}; clipping scales inside its kernel",
     ]
     tables = []
     for slices, members in kinds.items():
@@ -134,8 +176,8 @@ class GeminiPass:
         trace = self.trace
         self.editor = Editor(trace)
         self.editor.drop(np.unique(np.array([p.row for p in trace.parameters], np.int64)))
-        for index, chunk in enumerate(self.layout.chunks):
-            size = self.layout.shard(chunk)
+        for index in range(len(self.layout.chunks)):
+            size = self.layout.shard(index)
             self._held[index] = self._add(HALF * size, 0, category=Category.PARAMETER)
             self._add(FULL * size, 0, category=Category.PARAMETER)
         events = [*self._first_uses(), *self._finished_gradients()]
@@ -150,13 +192,13 @@ class GeminiPass:
 
     def _first_uses(self) -> list[tuple[int, int, int, Parameter | None]]:
         """(tick, chunk, step, None) for the first op of each step's forward that reads a chunk."""
-        if self.layout.kept:
-            return []
         trace = self.trace
         found: list[tuple[int, int, int, Parameter | None]] = []
         reads = trace.touch_kind == Touch.READ
         forward = trace.ops.phase == int(Phase.FORWARD)
         for index, chunk in enumerate(self.layout.chunks):
+            if index in self.layout.gathered:
+                continue
             rows = [self.layout.parameters[m].row for m in chunk.members]
             ops = np.unique(trace.touch_op[reads & np.isin(trace.touch_row, rows)])
             ops = ops[forward[ops]]
@@ -203,8 +245,8 @@ class GeminiPass:
     def _reduce(self, index: int, tick: int, step: int) -> None:
         editor, chunk = self.editor, self.layout.chunks[index]
         searched = chunk.used
-        if not self.layout.kept:
-            searched = self.layout.shard(chunk)
+        if index not in self.layout.gathered:
+            searched = self.layout.shard(index)
             op = editor.op("reduce_scatter", "", Phase.BACKWARD, step, editor.at(tick))
             shard = self._add(HALF * searched, tick, op=op, category=Category.PARAMETER)
             editor.free(self._add(HALF * chunk.elements, tick, op=op), tick)

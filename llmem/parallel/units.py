@@ -26,7 +26,8 @@ class Unit:
     """One wrapped module, its parameters, and its calls by step.
 
     ``forward[step]`` holds one window per forward call of micro-batches; ``backward[step]`` from
-    before its first op in backward (recomputation included) to after its last.
+    before its first op in backward (recomputation included) to after its last. ``again[step]`` are
+    its calls inside backward, by recomputation.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Unit:
     is_root: bool
     forward: dict[int, list[Window]] = field(default_factory=dict)
     backward: dict[int, list[Window]] = field(default_factory=dict)
+    again: dict[int, list[Window]] = field(default_factory=dict)
 
     @property
     def trainable(self) -> list[Parameter]:
@@ -74,9 +76,11 @@ def _owners(modules: list[str], wrapped: list[str]) -> np.ndarray:
 def _forward_windows(trace: Trace, units: dict[str, Unit]) -> None:
     for span in trace.spans:
         unit = units.get(trace.modules[span.module])
-        if unit is None or span.phase is not Phase.FORWARD or span.recompute:
+        if unit is None or span.phase not in (Phase.FORWARD, Phase.BACKWARD):
             continue
-        unit.forward.setdefault(span.step, []).append(Window(span.enter, span.exit))
+        again = span.phase is Phase.BACKWARD or span.recompute
+        calls = unit.again if again else unit.forward
+        calls.setdefault(span.step, []).append(Window(span.enter, span.exit))
 
 
 def _backward_windows(
@@ -86,12 +90,20 @@ def _backward_windows(
     starts = [t for t in trace.phase_ticks if t[1] is Phase.BACKWARD]
     ends = _phase_ends(trace)
     next_tick = np.append(ops.tick[1:], trace.step_ticks[-1])
+    # A unit's backward is around those of the units inside it.
+    inside = [[i for i, n in enumerate(names) if (n + ".").startswith(name + ".")] for name in names]
     for tick, _, step in starts:
         end = ends[tick]
         first, last = np.searchsorted(ops.tick, [tick, end])
         unit_of = owner[ops.module[first:last]]
         for index, name in enumerate(names):
-            mine = np.flatnonzero(unit_of == index)
+            belongs = np.isin(unit_of, inside[index])
+            for call in units[name].again.get(step, []):
+                # One that other modules follow gets its gradient after all of that ran again.
+                after = np.flatnonzero(~ops.recompute[first:last] & (ops.tick[first:last] > call.start))
+                if call.start > tick and len(after) and not belongs[after[0]]:
+                    belongs &= ~ops.recompute[first:last]
+            mine = np.flatnonzero(belongs)
             if name == "":
                 window = Window(tick, end)
             elif len(mine):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from llmem.lifetimes import Trace
 from llmem.parallel import RankTable
+from llmem.parallel.host_step import step_on_host
 from llmem.parallel.sharded_step import device_of
 from llmem.parallel.zero12 import Zero12Pass
 from llmem.parallel.zero_layout import FlatGroup, flat_group, in_model_order
 from llmem.parallel.zero_options import ZeroOptions, options_of
-from llmem.parallel.zero_step import step_on_host, trace_step
+from llmem.parallel.zero_step import trace_step
 from llmem.spec import RunSpec
 
 MANY_RANKS = 8

@@ -26,7 +26,7 @@ import numpy as np
 
 from llmem.lifetimes import TICK, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
-from llmem.parallel.fsdp2 import ITEMSIZE
+from llmem.parallel.fsdp2_shards import ITEMSIZE
 from llmem.parallel.gradients import gradient_rows
 from llmem.parallel.zero3_coordinator import Coordinator, Gathered, Group, Limits
 from llmem.parallel.zero3_hooks import Hook, Kind, backward_hooks, forward_hooks

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Parameter, Trace
-from llmem.parallel.fsdp2 import ITEMSIZE
+from llmem.parallel.fsdp2_shards import ITEMSIZE
 from llmem.parallel.zero_config import (
     STAGES,
     DsConfig,

@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from llmem.lifetimes import Category, Phase, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.sharded_step import device_of, splice_optimizer
@@ -95,24 +93,6 @@ def trace_step(
     }
     death = trace.lifetimes.death
     return StepTrace(trace, [[int(death[row]) for row in of_step] for of_step in rows])
-
-
-def step_on_host(editor: Editor) -> dict[str, Any]:
-    """The optimizer is offloaded: take its step, and the clipping, out of the GPU's trace.
-
-    Returns what ``RankTable.optimizer`` says: no states on the GPU.
-    """
-    trace = editor.trace
-    ticks = np.array([tick for tick, _, _ in trace.phase_ticks])
-    phases = np.array([int(phase) for _, phase, _ in trace.phase_ticks])
-    born = phases[np.searchsorted(ticks, trace.lifetimes.birth, side="right") - 1]
-    editor.drop(np.isin(born, [int(Phase.CLIP), int(Phase.OPTIMIZER)]))
-    return {
-        "name": trace.optimizer.get("name", ""),
-        "state_elements": 0,
-        "state_bytes": 0,
-        "offloaded": True,
-    }
 
 
 def _empty(numel: int, dtype: str) -> Any:

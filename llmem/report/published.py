@@ -18,7 +18,7 @@ def table_of(*first: str) -> Table:
     """A table with left-aligned columns ``first``, then those of `cells`."""
     table = Table(box=None, pad_edge=False)
     for name in (*first, *COLUMNS):
-        table.add_column(name, justify="left" if name in first else "right")
+        table.add_column(name, justify="left" if name in first else "right", overflow="fold")
     return table
 
 
@@ -31,7 +31,7 @@ def cells(found: ErrorSummary) -> tuple[str, ...]:
 
 
 def print_published(report: Report, console: Console | None = None) -> None:
-    """Errors by source and metric, baselines under each, and the rows that were left out."""
+    """Errors by source and metric, baselines under each; by method; and the rows left out."""
     console = console or Console(highlight=False)
     if report.graded:
         table = table_of("source", "metric", "estimator")
@@ -45,6 +45,14 @@ def print_published(report: Report, console: Console | None = None) -> None:
             for name, (theirs, ours) in report.beside(indices).items():
                 wins = " (wins)" if theirs.median < ours.median else ""
                 table.add_row("", "", name + wins, *cells(theirs))
+        console.print(table)
+    by_method = report.methods()
+    if by_method:
+        table = table_of("source", "method", "metric")
+        for (source, method, metric), indices in by_method.items():
+            pairs = [(report.graded[i].predicted, report.graded[i].run.measured) for i in indices]
+            table.add_row(source, method, metric, *cells(summary_of(pairs)))
+        console.print()
         console.print(table)
     print_reasons(report.reasons().items(), console)
 

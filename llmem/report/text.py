@@ -198,10 +198,10 @@ def print_plan(result: Any, console: Console | None = None) -> None:
     if result.pick is None:
         console.print("[bold red]nothing fits[/bold red]")
     else:
-        gpus = result.spec.gpus
+        batches = result.spec.batches
         console.print(
             f"[bold green]take {result.pick.strategy}, batch {result.pick.batch} per GPU, "
-            f"{result.pick.batch * gpus} sequences per step[/bold green]"
+            f"{result.pick.batch * batches} sequences per step[/bold green]"
         )
 
 

@@ -131,7 +131,7 @@ def with_adapters(
             adapted = get_peft_model(
                 model,  # type: ignore[arg-type]
                 config,
-                autocast_adapter_dtype=spec.autocast_adapter_dtype,
+                autocast_adapter_dtype=spec.autocast_adapter_dtype and not _older(spec, (0, 12)),
             )
     except _REFUSALS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip("'\" ")
@@ -139,7 +139,7 @@ def with_adapters(
             f"peft refuses this {method}: {reason.rstrip('.')}; change the options of the adapters "
             "or the --peft-config"
         ) from error
-    _freeze_rank_numbers(adapted)
+    _freeze_rank_numbers(adapted, always=_older(spec, (0, 21)))
     _to_device(adapted, device, cuda=cuda)
     _check_length(adapted, spec, config)
     _note(adapted, config, method, notes)
@@ -242,16 +242,29 @@ def _made_on(device: torch.device, config: Any) -> AbstractContextManager[Any]:
     return torch.device("meta") if by_svd and device.type == "meta" else nullcontext()
 
 
-def _freeze_rank_numbers(model: torch.nn.Module) -> None:
+def _older(spec: RunSpec, version: tuple[int, int]) -> bool:
+    """Whether habits from before ``version`` of peft are asked for. Raises LlmemError for no version."""
+    if spec.as_peft is None:
+        return False
+    parts = spec.as_peft.split(".")
+    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
+        raise LlmemError(f"'{spec.as_peft}' is no version of peft; write it as 0.19")
+    return (int(parts[0]), int(parts[1])) < version
+
+
+def _freeze_rank_numbers(model: torch.nn.Module, *, always: bool) -> None:
     """AdaLoRA's ``ranknum`` is frozen where base and adapter share dtype and device at the start.
 
-    Otherwise peft's move makes a new parameter of it, which is trained. A model on meta is taken
-    as one that is on the host when adapters are added and goes to the GPU later (Trainer).
+    Otherwise peft's move makes a new parameter of it, which is trained since 0.21 (until then,
+    ``always``, what is not called lora was frozen: ``_mark_only_adapters_as_trainable``). A model on
+    meta is taken as one that is on the host when adapters are added and goes to the GPU later (Trainer).
     """
     for module in model.modules():
         numbers = getattr(module, "ranknum", None)
         base = getattr(module, "base_layer", None)
-        if numbers is not None and base is not None and base.weight.dtype == torch.float32:
+        if numbers is None or base is None:
+            continue
+        if always or base.weight.dtype == torch.float32:
             numbers.requires_grad_(False)
 
 

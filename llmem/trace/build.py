@@ -15,6 +15,8 @@ from llmem.trace.adapters import check_adapters, with_adapters
 from llmem.trace.as_transformers import dress
 from llmem.trace.batch import batch_maker, note_packing
 from llmem.trace.checkpointing import check_checkpointing, checkpoint_layers
+from llmem.trace.context_parallel import check_context_parallel, split_sequences
+from llmem.trace.expert_parallel import check_expert_parallel, shard_experts
 from llmem.trace.in_backward import InBackward, check_in_backward, in_backward
 from llmem.trace.losses import check_loss, chunk_loss
 from llmem.trace.mixed_precision import mixed_precision
@@ -42,7 +44,10 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
     ``cuda`` says whose defaults count: those of a GPU or those of a CPU.
     """
     notes: list[str] = [note_packing(spec)] if spec.packed else []
-    for check in (check_adapters, check_optimizer, check_in_backward, check_checkpointing, check_loss, check_tp_plan):
+    for check in (
+        check_adapters, check_optimizer, check_in_backward, check_checkpointing, check_loss,
+        check_tp_plan, check_context_parallel, check_expert_parallel,
+    ):  # fmt: skip
         check(spec)
     model = build_model(spec, device, notes)
     dress(model, spec.as_transformers, notes.append)
@@ -62,6 +67,8 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
     notes.append(f"optimizer: {plan.name}, {plan.implementation} ({plan.why})")
     if spec.tp > 1:
         shard(model, spec, notes)
+    if spec.ep > 1:
+        shard_experts(model, spec, notes)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise LlmemError("no parameter of this model is trained; check --method and its targets")
@@ -77,7 +84,7 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
         make_batch=batch_maker(model, spec, device),
         max_grad_norm=spec.max_grad_norm,
         clip_foreach=True,  # torch's own choice on CUDA and on CPU tensors
-        clip=clip_by_mesh if spec.tp > 1 else torch.nn.utils.clip_grad_norm_,
+        clip=clip_by_mesh if spec.tp > 1 or spec.ep > 1 else torch.nn.utils.clip_grad_norm_,
         accumulation=spec.gradient_accumulation_steps,
         forward_context=mixed.forward_context,
         outputs_of=mixed.outputs_of,
@@ -85,6 +92,8 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
         zero_grad=spec.zero_grad,
         hold_outputs=spec.hold_outputs,
     )
+    if spec.cp > 1:
+        split_sequences(step, spec, notes)
     if isinstance(optimizer, InBackward):
         optimizer.attach(step)
         notes.append("optimizer: one for each parameter, run in backward as its gradient is ready")
@@ -175,10 +184,13 @@ def master_dtypes(model: torch.nn.Module, *, upcast: bool) -> dict[str, str]:
     }
 
 
-def compute_in(model: torch.nn.Module, dtype: str) -> None:
-    """Give every floating-point parameter the dtype that it has while the engine computes."""
-    for parameter in model.parameters():
-        if not parameter.is_floating_point():
+def compute_in(model: torch.nn.Module, dtype: str, *, adapters: bool = True) -> None:
+    """Give every floating-point parameter the dtype that it has while the engine computes.
+
+    Not LoRA's without ``adapters``: the engine ignores them.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or (not adapters and ".lora_" in name):
             continue
         converted = parameter.data.to(getattr(torch, dtype))
         if type(converted) is torch.Tensor:

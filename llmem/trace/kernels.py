@@ -143,6 +143,11 @@ class _Attention:
         if mask is not None and mask.dtype == torch.bool:
             mask = _additive_mask(mask, query.dtype)
         # C++ lets go of the other outputs before the arguments: so no name for them here.
+        if backend == "math" and hasattr(query, "placements"):
+            raise LlmemError(
+                "torch's context parallelism loops around flash, efficient and cuDNN attention, and "
+                "this one is plain math (see `SDPA kernel` without --cp); try --bf16"
+            )
         if backend == "math":
             return aten._scaled_dot_product_attention_math(
                 query, key, value, mask, dropout_p, is_causal, None, scale=scale,

@@ -14,6 +14,7 @@ import torch
 from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.lifetimes import Category, Phase, Trace
+from llmem.parallel.wrapping import wrapped_names
 from llmem.spec import RunSpec
 from llmem.trace import standins
 from llmem.trace.adapters import as_on_the_host
@@ -21,12 +22,12 @@ from llmem.trace.as_transformers import behave_like
 from llmem.trace.autocast import autocast_for
 from llmem.trace.build import (
     Prepared,
-    blocks_of,
     compute_in,
     head_modules,
     master_dtypes,
     prepare,
 )
+from llmem.trace.context_parallel import sent_blocks_wait
 from llmem.trace.generate import check_generation, recorder_of
 from llmem.trace.kernels import kernels_of, scratch_of
 from llmem.trace.micro_batch import one_micro_batch, without_optimizer
@@ -34,7 +35,7 @@ from llmem.trace.mixed_precision import adapters_first_seen_in_fp32, inside_engi
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.quantize import layers_known, statistics
 from llmem.trace.recorder import Recorder
-from llmem.trace.standins.select import stand_ins_for
+from llmem.trace.standins.select import fuses_adapters, stand_ins_for
 from llmem.trace.tensor_parallel import rank_of, sharded_dimensions
 
 DEFAULT_GPU = "a100-80gb"
@@ -51,11 +52,13 @@ def trace_spec(
     steps: int | None = None,
     compute_dtype: str | None = None,
     tp_rank: int = 0,
+    cp_rank: int = 0,
 ) -> Trace:
     """Run ``steps`` training steps (default: ``spec.steps``) of ``spec`` and record them.
 
     ``device`` is ``meta`` (nothing is allocated) or ``cpu`` (the step really runs, for checks).
-    This is the model on one device, whole or, under tensor parallelism, ``tp_rank``'s part of it.
+    This is the model on one device, whole or, under tensor parallelism, ``tp_rank``'s part of it;
+    under context parallelism with ``cp_rank``'s part of each sequence.
     ``compute_dtype`` is the dtype that a sharding engine gives parameters while it computes (then
     there is no autocast); the dtypes it keeps them in are the trace's ``masters``. For a pipeline it
     is one micro-batch, without optimizer.
@@ -63,7 +66,8 @@ def trace_spec(
     if spec.task == "generate":
         check_generation(spec)
         steps = 1
-    alone = nullcontext() if spec.tp == 1 or device != "meta" else rank_of(spec.tp, tp_rank)
+    group, rank = (spec.cp, cp_rank) if spec.cp > 1 else (max(spec.tp, spec.ep), tp_rank)
+    alone = nullcontext() if group == 1 or device != "meta" else rank_of(group, rank)
     if spec.pp > 1:
         spec, steps = one_micro_batch(spec), 1
     with alone, layers_known(spec, device):
@@ -93,7 +97,7 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
         without_optimizer(prepared.step)
     masters = master_dtypes(prepared.model, upcast=compute_dtype is not None)
     if compute_dtype is not None:
-        compute_in(prepared.model, compute_dtype)
+        compute_in(prepared.model, compute_dtype, adapters=not fuses_adapters(spec))
     recorder.add_model(prepared.model)
     for name, tensor in statistics(prepared.model):
         recorder.add_existing(tensor, Category.PARAMETER, name)
@@ -103,13 +107,15 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
             stack.enter_context(stand_ins_for(spec, prepared.model, target, recorder.note))
             stack.enter_context(multi_tensor_ops_on_meta())
             stack.enter_context(autocast_for("cuda" if target.is_cuda else "cpu"))
+            if cuda and spec.cp > 1:
+                stack.enter_context(sent_blocks_wait())
         stack.enter_context(as_on_the_host(prepared.model, device, cuda=cuda))
         stack.enter_context(behave_like(spec.as_transformers, recorder.note))
         stack.enter_context(recorder.watch_composites(device))
         _run(prepared, recorder, stack, steps)
     trace = recorder.finish()
     trace.masters = {p.key: masters[p.name] for p in trace.parameters}
-    trace.wrapped = blocks_of(prepared.model)
+    trace.wrapped = wrapped_names(prepared.model, spec)
     cut = sharded_dimensions(prepared.model)
     trace.sharded = {p.key: cut[p.name] for p in trace.parameters if p.name in cut}
     return trace

@@ -6,8 +6,8 @@ gradient clipping, optimizer step; the model's outputs are dropped before backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +42,12 @@ class NoWatcher:
         return None
 
 
+@contextmanager
+def whole_batches() -> Iterator[Callable[[Any], Any]]:
+    """Around a micro-batch of which this rank gets everything."""
+    yield lambda batch: batch
+
+
 @dataclass
 class TrainingStep:
     """One optimizer step of fine-tuning, callable any number of times.
@@ -60,6 +66,8 @@ class TrainingStep:
     clip: Callable[..., Any] = torch.nn.utils.clip_grad_norm_
     accumulation: int = 1
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    micro_batch_context: Callable[[], AbstractContextManager[Callable[[Any], Any]]] = whole_batches
+    """Around a micro-batch's forward and backward; yields what takes this rank's part of a batch."""
     outputs_of: Callable[[Any], Any] = lambda outputs: outputs
     """What the model's outputs become before anything is done with them."""
     scaler: torch.amp.GradScaler | None = None
@@ -76,7 +84,8 @@ class TrainingStep:
         self._count += 1
         self._zero_grad("before_forward")
         for number in range(self.accumulation):
-            self._micro_batch(first=number == 0)
+            with self.micro_batch_context() as mine:
+                self._micro_batch(mine, first=number == 0)
         if self.max_grad_norm:
             with watch.in_phase(Phase.CLIP):
                 if self.scaler is not None:
@@ -100,10 +109,10 @@ class TrainingStep:
             with self.watcher.in_phase(Phase.ZERO_GRAD):
                 self.optimizer.zero_grad()
 
-    def _micro_batch(self, *, first: bool) -> None:
+    def _micro_batch(self, mine: Callable[[Any], Any], *, first: bool) -> None:
         watch = self.watcher
         with watch.in_phase(Phase.BATCH):
-            batch = self._hold("batch", self.make_batch())
+            batch = self._hold("batch", mine(self.make_batch()))
         with watch.in_phase(Phase.FORWARD):
             loss = self._loss(batch)
         del batch

@@ -2,7 +2,8 @@
 
 The plan is carried out by transformers itself (its ``tp_plan``, ``distributed/tensor_parallel.py``)
 or by torch's ``parallelize_module`` (``llmem.trace.tp_plans``): parameters become DTensors and
-linear layers redistribute their inputs and outputs. On meta the same code runs in a process group
+linear layers redistribute their inputs and outputs; or it is acted out on plain tensors
+(``llmem.trace.tp_colossal``, ``llmem.trace.tp_megatron``). On meta the same code runs in a process group
 that communicates with nobody, so collectives are ops like any other, and allocate what the real
 ones allocate: a functional all-reduce a copy of its input, an all-gather an
 output of all shards, and DTensor's ``cat`` or padding around it.
@@ -22,7 +23,7 @@ from torch.library import Library
 
 from llmem.errors import LlmemError
 from llmem.spec import RunSpec
-from llmem.trace import tp_plans
+from llmem.trace import tp_colossal, tp_megatron, tp_plans
 
 # -- the model -------------------------------------------------------------------------------------
 
@@ -40,6 +41,10 @@ def shard(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
     if spec.tp_plan == "torchtitan":
         said = tp_plans.parallelize(model, spec, lambda: _mesh(spec.tp))
         _own_memory(model)
+    elif spec.tp_plan == "colossal":
+        said = tp_colossal.parallelize(model, spec, lambda: _mesh(spec.tp))
+    elif spec.tp_plan == "megatron":
+        said = tp_megatron.parallelize(model, spec, lambda: _mesh(spec.tp))
     else:
         plan = _plan(model, spec)
         _untie(model)
@@ -75,7 +80,7 @@ def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
         from transformers.distributed import DistributedConfig
 
         resolve: Any = model._resolve_parallel_plans
-        return dict(resolve(DistributedConfig(tp_size=spec.tp))[0])
+        return dict(resolve(DistributedConfig(tp_size=spec.tp, ep_size=spec.ep))[0])
     except (ImportError, AttributeError) as error:
         raise LlmemError(
             f"--tp needs transformers 5.24 or later, which shards by DTensor ({error})"
@@ -134,6 +139,8 @@ def sharded_dimensions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """Parameter name -> (dimension, its whole size), for parameters of which ranks hold chunks."""
     found: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (plain := getattr(parameter, "sharded_dimension", None)) is not None:
+            found[name] = plain
         for placement in getattr(parameter, "placements", ()):
             if placement.is_shard():
                 dimension = placement.dim % parameter.dim()

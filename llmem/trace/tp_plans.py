@@ -19,6 +19,7 @@ import torch
 from llmem.errors import LlmemError
 from llmem.spec import RunSpec
 from llmem.trace.step import TrainingStep
+from llmem.trace.tp_colossal import check_colossal
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 OUTPUT = ("o_proj", "dense")
@@ -39,9 +40,13 @@ def check_tp_plan(spec: RunSpec) -> None:
     asked = "--sp" if spec.sp else "--loss-parallel" if spec.loss_parallel else None
     if asked and spec.tp == 1:
         raise LlmemError(f"{asked} shards over tensor-parallel ranks; add --tp N")
-    if asked and spec.tp_plan == "transformers":
+    if spec.tp > 1 and spec.tp_plan == "megatron":
+        _check_megatron(spec)
+    elif asked and spec.tp_plan != "torchtitan":
         why = "has no sequence parallelism" if spec.sp else "gathers the logits"
-        raise LlmemError(f"transformers' tp_plan {why}; add --tp-plan torchtitan to {asked}")
+        whose = "transformers' tp_plan" if spec.tp_plan == "transformers" else "Colossal-AI's plan"
+        raise LlmemError(f"{whose} {why}; add --tp-plan torchtitan to {asked}")
+    check_colossal(spec)
     if asked and spec.pp > 1:
         raise LlmemError(f"{asked} with --pp is not supported yet; leave one of them out")
     if spec.loss_parallel and (spec.loss != "full" or spec.liger):
@@ -59,6 +64,25 @@ def check_tp_plan(spec: RunSpec) -> None:
             "--sp trains full sequences without an attention mask, as torchtitan does; leave "
             "--padding out"
         )
+
+
+def _check_megatron(spec: RunSpec) -> None:
+    if spec.loss_parallel:
+        raise LlmemError("--tp-plan megatron always splits the loss; leave --loss-parallel out")
+    if spec.bf16 or spec.fp16:
+        raise LlmemError(
+            "--tp-plan megatron computes in the dtype of the parameters, without autocast; give "
+            "--param-dtype bf16 in place of --bf16"
+        )
+    if spec.loss != "full" or spec.liger:
+        raise LlmemError("--tp-plan megatron brings its own loss; leave --loss and --liger out")
+    if spec.strategy not in ("none", "ddp", "megatron"):
+        raise LlmemError(
+            f"--tp-plan megatron with --strategy {spec.strategy} is not supported; use megatron, "
+            "ddp or none"
+        )
+    if spec.pp > 1:
+        raise LlmemError("--tp-plan megatron with --pp is not supported; leave --pp out")
 
 
 # -- the plan --------------------------------------------------------------------------------------

@@ -26,11 +26,9 @@ def spec_of(**fields: Any) -> RunSpec:
         model={**FAMILIES["llama"], "num_hidden_layers": LAYERS},
         per_device_train_batch_size=2,
         seq_length=17,
-        param_dtype="fp32",
-        gpus=5,
         strategy="fsdp2",
         gpu="cpu",
-        **fields,
+        **{"param_dtype": "fp32", "gpus": 5, **fields},
     )
 
 
@@ -85,6 +83,9 @@ def test_units_are_gathered_and_freed_in_the_documented_order() -> None:
         {"gradient_checkpointing": True, "reshard_after_forward": False},
         {"bf16": True, "gradient_accumulation_steps": 2},
         {"method": "lora", "bf16": True},
+        {"method": "lora", "bf16": True, "param_dtype": "bf16", "offload": "all"},
+        {"bf16": True, "gpus": 4, "reshard_after_forward": 2, "offload": "all"},
+        {"bf16": True, "gradient_accumulation_steps": 2, "offload": "all"},
     ],
     ids=lambda fields: "-".join(fields),
 )

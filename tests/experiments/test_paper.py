@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.paper import figures, setting, table2, table3
+from experiments.paper import figures, parallel, setting, table2, table3
 
 
 def test_published_errors_follow_from_the_cells() -> None:
@@ -46,6 +46,20 @@ def test_algorithm_1_beside_table_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert "published one for 6 of 9 (base 600 MiB)" in out
     assert "published one for 7 of 9 (base 1500 MiB)" in out
     assert "llama-7b: LLMem picks CPU offload" in out
+
+
+def test_four_gpus_split_tensors_under_gemini() -> None:
+    """4TP of the paper: whole logits on every GPU, a quarter of the split weights' states."""
+    found = parallel.traced("opt-125m", 4, 4)
+    assert [rank.table.ranks for rank in found.ranks] == [(0, 1, 2, 3)]
+    one, shifted = 4 * 512 * 50272 * 2, 4 * 511 * 50272 * 2
+    assert found.worst.breakdown["logits_and_loss"] >= one + 2 * shifted
+    whole = sum(p.numel() for p in setting.shape("opt-125m").parameters())
+    split = sum(p.numel for p in found.trace.parameters if p.key in found.trace.sharded)
+    rest = sum(p.numel for p in found.trace.parameters) - split
+    assert 4 * split + rest == whole
+    assert found.optimizer["state_elements"] == 2 * (split + rest)
+    assert parallel.fits("opt-125m", 4, 4)
 
 
 def test_figure_7_models_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

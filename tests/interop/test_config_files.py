@@ -146,7 +146,7 @@ def test_later_files_win_and_each_leaves_a_note(tmp_path: Path) -> None:
         ("distributed_type: TPU", "distributed_type TPU is not supported"),
         ("distributed_type: FSDP", "no section fsdp_config"),
         ("mixed_precision: fp8\ndistributed_type: NO", "mixed_precision fp8"),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", "hybrid"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", "num_machines"),
     ],
 )
 def test_bad_files_get_one_sentence(tmp_path: Path, text: str, said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from experiments.public_runs.table import DATA
 from llmem.cli import main
 from llmem.errors import LlmemError
 from llmem.lifetimes import Lifetimes
+from llmem.measure import grading
 from llmem.measure.grading import Graded, Prediction, fits_capped, summary_of
 from llmem.measure.published import Claim, Run, read
+from llmem.spec import RunSpec, make_spec
 
 MIB = 2**20
 
@@ -59,8 +62,8 @@ def test_fms_rows_by_flag_version_and_kernels() -> None:
     lora = next(r.spec for r in runs if r.spec is not None and r.spec.method == "lora")
     assert (lora.lora_r, lora.autocast_adapter_dtype, lora.as_transformers) == (16, False, "4.39")
     foak = [r for r in runs if "foak" in r.name and r.why_not != "the run did not finish"]
-    assert foak
-    assert all(r.spec is None for r in foak)
+    assert len(foak) == 157
+    assert {r.spec.kernels for r in foak if r.spec} == {"foak", "foak-liger"}
 
 
 def test_every_public_row_has_a_spec_or_a_reason() -> None:
@@ -68,6 +71,42 @@ def test_every_public_row_has_a_spec_or_a_reason() -> None:
     assert len(runs) == 1417
     assert all((run.spec is None) == (run.why_not is not None) for run in runs)
     assert {"huggingface/peft", "pytorch/torchtitan"} <= {r.source for r in runs if r.spec}
+
+
+def test_peft_rows_bring_their_own_config_and_version() -> None:
+    runs = [r for r in read(DATA / "public_runs.csv") if r.source == "huggingface/peft"]
+    specs = [r.spec for r in runs if r.spec is not None]
+    assert (len(runs), len(specs)) == (192, 142)
+    assert len({spec.method for spec in specs}) == 30
+    (dropped,) = {spec.notes for spec in specs if spec.notes}
+    assert "lora_a_is_blockdiagonal" in dropped[0]
+    bone = next(r.spec for r in runs if "peft:BONE" in r.name and r.spec)
+    assert (bone.method, bone.peft_config["r"], bone.as_peft) == ("miss", 64, "0.15")
+    reasons = {r.why_not for r in runs if r.spec is None}
+    assert "the optimizer LoRA-FA, which trains half of each adapter" in reasons
+
+
+def test_rows_of_one_configuration_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Specs with a peft config, which is a dictionary, included."""
+    made: list[RunSpec] = []
+    table = Lifetimes.build([{"nbytes": 1, "birth": 0, "death": 1}])
+
+    def estimated(spec: RunSpec) -> Callable[[str], Prediction]:
+        made.append(spec)
+        return lambda metric: Prediction(100, 100, 0, 0.0, "forward", table)
+
+    monkeypatch.setattr(grading, "_estimated", estimated)
+    config = {"peft_type": "IA3"}
+    specs = [make_spec(model="gpt2", peft_config=dict(config), notes=(str(i),)) for i in range(3)]
+    nf4 = make_spec(model="llama-3.2-1b", method="qlora", kernels="foak")
+    runs = [Run("s", "n", "reserved", 100 + i, spec) for i, spec in enumerate([*specs, nf4])]
+    graded, left = grading.grade([*runs, Run("s", "n", "reserved", 1, None, "why")])
+    assert (len(graded), len(left), len(made)) == (4, 1, 2)
+    report = grading.Report(graded, left, {})
+    assert report.methods() == {
+        ("s", "ia3", "reserved"): [0, 1, 2], ("s", "qlora foak", "reserved"): [3]
+    }  # fmt: skip
+    assert [row["rows"] for row in report.to_json()["by_method"]] == [3, 1]
 
 
 def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:

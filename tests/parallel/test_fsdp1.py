@@ -6,13 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import NEVER, TICK, Category, Lifetimes, Parameter, Trace
 from llmem.measure import measure_all, validate
 from llmem.parallel.fsdp1 import options_of, wrapped_modules
 from llmem.parallel.fsdp1_flat import flatten
-from llmem.parallel.fsdp1_pass import Fsdp1Options, Fsdp1Pass
+from llmem.parallel.fsdp1_pass import (
+    ALL_REDUCE_STREAM,
+    PRE_UNSHARD_STREAM,
+    Fsdp1Options,
+    Fsdp1Pass,
+)
 from llmem.parallel.sharded_step import Shard
 from llmem.parallel.units import units_of
 from llmem.spec import make_spec
@@ -143,13 +149,54 @@ def test_what_fsdp1_cannot_flatten() -> None:
     [
         ({"hybrid_shard": 3}, "does not divide"),
         ({"reshard_after_forward": 4}, "true, false"),
-        ({"offload": "all"}, "not supported"),
+        ({"offload": "optimizer"}, "use --offload all"),
+        ({"dp_replicate_size": 8}, "use --strategy ddp"),
     ],
 )
 def test_impossible_options(fields: dict[str, object], said: str) -> None:
     spec = make_spec(model="gpt2", gpus=8, strategy="fsdp", **fields)
     with pytest.raises(LlmemError, match=said):
         options_of(spec)
+
+
+def at_gathers(table: Lifetimes, trace: Trace, name: str) -> list[list[int]]:
+    """Sizes on the pre-unshard stream while each of the first step's gathers of a unit is made."""
+    found = []
+    for op in range(len(trace.ops)):
+        module = trace.modules[trace.ops.module[op]]
+        if trace.ops.step[op] == 0 and (trace.op_name(op), module) == ("all_gather", name):
+            mine = (table.stream == PRE_UNSHARD_STREAM) & (table.birth_op == op)
+            found.append(table.nbytes[mine].tolist())
+    return found
+
+
+def test_offloaded_shards_are_copied_to_be_gathered() -> None:
+    shard = WEIGHT // 2
+    table, trace = sharded(toy_trace(), offload=True)
+    assert not (table.category == Category.PARAMETER).any()
+    assert at_gathers(table, trace, "blocks.0") == [[shard], [shard]]
+    # in lower precision: the low shard first, then the copy from the host, which is gone sooner
+    low = toy_trace(dtype=torch.bfloat16)
+    low.masters = dict.fromkeys(low.masters, "float32")
+    table, trace = sharded(low, computed="bfloat16", offload=True)
+    assert at_gathers(table, trace, "blocks.0") == [[shard // 2, shard]] * 2
+    staged = table.nbytes[table.stream == PRE_UNSHARD_STREAM]
+    # per step 5 gathers, and the root, still gathered, before its backward: the copy nobody needs
+    assert sorted(staged.tolist()) == [shard // 2] * 12 + [shard] * 12
+
+
+def test_offloaded_gradients_stay_on_the_gpu_until_backward_ends() -> None:
+    table, trace = sharded(toy_trace(), offload=True)
+    # while the embedding's gradient is made: it, and the reduced shards of both blocks
+    assert alive(table, trace, Category.GRADIENT, "mm", 7) == [WEIGHT // 2] * 2 + [WEIGHT]
+    assert alive(table, trace, Category.GRADIENT, "add_", 0) == []
+
+
+def test_hybrid_shards_are_cast_on_the_all_reduce_stream() -> None:
+    trace = toy_trace(dtype=torch.bfloat16)
+    trace.masters = dict.fromkeys(trace.masters, "float32")
+    table, _ = sharded(trace, computed="bfloat16", hybrid=True)
+    assert table.nbytes[table.stream == ALL_REDUCE_STREAM].tolist() == [WEIGHT // 2] * 6
 
 
 def test_trained_leaves_are_units_under_adapters() -> None:

@@ -92,6 +92,7 @@ def test_what_gemini_has_not() -> None:
     for fields, said in (
         ({"offload": "all"}, "placement"),
         ({"gradient_accumulation_steps": 2}, "accumulate"),
+        ({"optim": "sgd"}, "HybridAdam alone, not sgd"),
     ):
         with pytest.raises(LlmemError, match=said):
             ranks(trace, make_spec(model="gpt2", gpus=2, strategy="gemini", **fields))

@@ -115,6 +115,19 @@ def test_adapters_of_a_16_bit_model_are_fp32_unless_told_otherwise() -> None:
     assert dtypes(autocast_adapter_dtype=False) == {"bfloat16"}
 
 
+def test_habits_of_older_peft() -> None:
+    """Until 0.11 adapters keep the model's dtype; until 0.20 AdaLoRA's rank numbers are frozen."""
+    old = traced(method="lora", param_dtype="bf16", as_peft="0.11")
+    assert {p.dtype for p in old.parameters if p.trainable} == {"bfloat16"}
+    now, then = (
+        traced(method="adalora", param_dtype="bf16", as_peft=version) for version in (None, "0.20")
+    )
+    assert trained(now) - trained(then) == 2 * LAYERS  # one for each of q_proj and v_proj
+    assert trained(then) == LAYERS * 12 * (QV + 2)
+    with pytest.raises(LlmemError, match="'new' is no version of peft"):
+        traced(method="lora", as_peft="new")
+
+
 def test_assumptions_say_what_is_trained() -> None:
     (said,) = [
         line for line in traced(method="lora", use_dora=True).assumptions if "adapters" in line

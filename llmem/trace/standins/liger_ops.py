@@ -131,29 +131,39 @@ class _Gated(torch.autograd.Function):
         return gate.view_as(gate), up.view_as(up)
 
 
-def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, *, copies: bool = False, per_row: bool = False
+) -> torch.Tensor:
     """``LigerCrossEntropyFunction``: the gradient is written over the logits [T, V] in forward.
 
-    Loss per row in the dtype of the logits, and a few vectors over the targets.
+    Loss per row in the dtype of the logits, and a few vectors over the targets. ``copies``: the
+    gradient times that of the loss is another tensor (the cuTile kernel if that is not 1, and any
+    if ``per_row``, which returns the losses [T]).
     """
-    return _CrossEntropy.apply(logits, target)  # type: ignore[no-any-return, no-untyped-call]
+    return _CrossEntropy.apply(logits, target, copies or per_row, per_row)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, copies: bool, per_row: bool
+    ) -> torch.Tensor:
         loss = torch.zeros(logits.shape[0], dtype=logits.dtype, device=logits.device)
         kept = target != -100
         kept.sum()
         for extreme in (torch.max, torch.min):
             extreme(target * kept)
         ctx.save_for_backward(logits.contiguous().detach())
-        return torch.sum(loss)
+        ctx.copies = copies
+        return loss if per_row else torch.sum(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        return logits, None
+        if not ctx.copies:
+            return logits, None, None, None
+        each = grads[0].unsqueeze(-1) if grads[0].ndim else grads[0]
+        return logits * each, None, None, None
 
 
 def fused_linear_cross_entropy(

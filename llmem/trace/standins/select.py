@@ -11,7 +11,14 @@ from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile
 from llmem.spec import RunSpec
 from llmem.trace import standins
-from llmem.trace.standins import flash_attn, liger
+from llmem.trace.quantize import quantization_of
+from llmem.trace.standins import flash_attn, foak, liger
+
+
+def fuses_adapters(spec: RunSpec) -> bool:
+    """Whether LoRA's products are fused (fms-acceleration, on 4-bit weights)."""
+    bits = quantization_of(spec) in ("nf4", "fp4")
+    return spec.kernels != "model" and spec.method in ("lora", "qlora") and bits
 
 
 @contextmanager
@@ -21,9 +28,15 @@ def stand_ins_for(
     """The registered stand-ins, flash-attn, and Liger where ``spec`` asks for it.
 
     ``spec.liger`` is what ``apply_liger_kernel_to_*`` does by default, its loss included;
-    ``spec.loss == "liger"`` is the loss alone. Raises LlmemError if that cannot be.
+    ``spec.loss == "liger"`` is the loss alone; ``spec.kernels`` are fms-acceleration's. Raises
+    LlmemError if that cannot be.
     """
     wants_loss = spec.liger or spec.loss == "liger"
+    fused = spec.kernels != "model"
+    if fused and not device.is_cuda:
+        raise LlmemError("fms-acceleration's kernels run on GPUs only; leave out --kernels")
+    if fused and (spec.liger or spec.loss != "full"):
+        raise LlmemError(f"--kernels {spec.kernels} brings its own loss; leave out --liger and --loss")
     if wants_loss and not device.is_cuda:
         raise LlmemError("Liger's kernels run on GPUs only; leave out --liger, or --gpu cpu")
     with ExitStack() as stack:
@@ -39,8 +52,11 @@ def stand_ins_for(
             ))  # fmt: skip
         if spec.liger:
             stack.enter_context(liger.kernels(model, device))
-            note("Liger: RMSNorm, RoPE and gated MLP (linkedin/Liger-Kernel 0.8)")
+            note("Liger: norms, RoPE, MLPs as its Trainer patch has them (linkedin/Liger-Kernel 0.8)")
         if wants_loss:
-            stack.enter_context(liger.loss(model))
-            note("Liger: fused linear cross-entropy, no logits")
+            note(stack.enter_context(liger.loss(model, by_default=spec.loss != "liger")))
+        if fused:
+            stack.enter_context(
+                foak.kernels(model, spec.kernels, adapters=fuses_adapters(spec), note=note)
+            )
         yield

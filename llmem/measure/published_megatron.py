@@ -1,0 +1,37 @@
+"""Rows of Megatron-LM's own logs (``megatron-logs`` in ``public_runs.csv`` and files like it)."""
+
+from __future__ import annotations
+
+import re
+
+from llmem.measure.published_run import CannotExpress, Line, whole
+from llmem.spec import RunSpec, make_spec
+
+
+def megatron_spec(line: Line) -> RunSpec:
+    """GPT-345M of July 2023 in fp16, every argument of which the log prints.
+
+    Model, loss and optimizer are Megatron-LM's (``llmem.measure.megatron_gpt``,
+    ``llmem.parallel.megatron``): gradients in one fp16 buffer, fp32 main gradients, masters and states,
+    no distributed optimizer. The A800 has an A100's kernels; the container's torch is a preview of 2.1.
+    """
+    if "GPT-345M" not in line["model"]:
+        raise CannotExpress("Megatron-LM's code of another model, with experts or of unknown size")
+    tp, pp, dp = (whole(line[key] or "1") for key in ("tp", "pp", "dp"))
+    if pp > 1:
+        raise CannotExpress("Megatron-LM's own pipeline schedule")
+    batch = whole(line["batch_size_per_gpu"])
+    found = re.search(r"GBS (\d+)", line["notes"])
+    if found is None:
+        raise CannotExpress("the global batch is not in the notes")
+    import torch
+
+    from llmem.measure.megatron_gpt import GPT_345M, builder
+
+    return make_spec(
+        model=builder(GPT_345M, torch.float16), per_device_train_batch_size=batch,
+        seq_length=whole(line["seq_len"]),
+        gradient_accumulation_steps=int(found[1]) // (batch * dp), gpus=tp * dp,
+        strategy="megatron", tp=tp, tp_plan="megatron", sp="SP" in line["parallel_strategy"],
+        gpu="a100-80gb", as_torch="2.1",
+    )  # fmt: skip
