@@ -50,11 +50,19 @@ _TITAN_CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
+_TITAN_2024 = {"83c879f18": "2024-03", "7a49674b8": "2024-06", "9dc418a8b": "2024-07"}
+"""Commits before the run script set expandable segments (a5e57e4a9, 22 October 2024)."""
+_TITAN_LOSS_PARALLEL = "2024-05"
+"""Since when its tensor-parallel plan leaves logits sharded (``enable_loss_parallel``)."""
+
+
 def _torchtitan(line: Line) -> RunSpec:
     """torchtitan's own Llama, taken for transformers' of the same shapes: fp32 under FSDP2 in bf16.
 
-    The run script sets expandable segments; AdamW is fused, gradients are clipped. The row that
-    says "step 1" has no optimizer states yet.
+    FSDP2 leaves the last block gathered, gradients are clipped, tensor parallelism comes with
+    sequence parallelism. The rows of 2024 are older than expandable segments in the run script and
+    than fused AdamW; until March 2024 the loop held the logits. The row that says "step 1" has no
+    optimizer states yet.
     """
     if line["parallel_strategy"] not in ("FSDP2", "FSDP2 eager", "FSDP2+TP"):
         raise CannotExpress(f"{line['parallel_strategy'] or 'no strategy'} of torchtitan")
@@ -67,18 +75,24 @@ def _torchtitan(line: Line) -> RunSpec:
     if not line["compute_dtype"].startswith("bf16 ("):
         raise CannotExpress(f"computes in {line['compute_dtype']}")
     checkpoints = _TITAN_CHECKPOINTS.get(line["grad_checkpointing"] or "none")
-    if checkpoints is None or not set(checkpoints) <= set(RunSpec.model_fields):
+    if checkpoints is None:
         raise CannotExpress(f"checkpointing '{line['grad_checkpointing']}'")
     if not line["seq_len"].isdecimal() or not line["batch_size_per_gpu"].isdecimal():
         raise CannotExpress("batch or length is not a number")
+    date = _TITAN_2024.get(line["commit"][:9], "later")
     tp = whole(line["tp"] or "1")
+    plan: dict[str, Any] = {}
+    if tp > 1 and date < _TITAN_LOSS_PARALLEL:
+        raise CannotExpress("the tensor-parallel plan of torchtitan's first months")
     if tp > 1:
-        raise CannotExpress("torchtitan's tensor parallelism shards otherwise (SP, loss parallel)")
+        plan = {"tp": tp, "tp_plan": "torchtitan", "sp": True, "loss_parallel": True}
     return make_spec(
         model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
         seq_length=int(line["seq_len"]), param_dtype="fp32", bf16=True,
-        optim="adamw_torch_fused", gpus=whole(line["world_size"]), strategy="fsdp2",
-        gpu=_gpu(line["gpu"]), alloc_conf="expandable_segments:True", **checkpoints,
+        optim="adamw_torch_fused" if date == "later" else "adamw_torch",
+        gpus=whole(line["world_size"]), strategy="fsdp2", keep_last_block=True,
+        hold_outputs=date == "2024-03", gpu=_gpu(line["gpu"]), **checkpoints, **plan,
+        alloc_conf="expandable_segments:True" if date == "later" else "",
     )  # fmt: skip
 
 
@@ -131,7 +145,7 @@ def _ao(line: Line) -> RunSpec:
         model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
         seq_length=int(line["seq_len"]), param_dtype="fp32", bf16=True,
         optim="adamw_torch_fused", gpus=whole(line["world_size"]), strategy="fsdp2",
-        gpu=_gpu(line["gpu"]), alloc_conf="expandable_segments:True",
+        keep_last_block=True, gpu=_gpu(line["gpu"]), alloc_conf="expandable_segments:True",
         **_AO_CHECKPOINTS[line["grad_checkpointing"]],
     )  # fmt: skip
 

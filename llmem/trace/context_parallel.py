@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -145,8 +146,8 @@ def trainer_inputs(batch: Batch) -> Batch:
 def _torch_context(mesh: Any, spec: RunSpec) -> Iterator[Callable[[Batch], Batch]]:
     """Around forward and backward of a micro-batch; yields what cuts its batch, in place."""
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
 
+    set_rotate_method = torch_loop().set_rotate_method
     with ExitStack() as stack:
 
         def cut(batch: Batch) -> Batch:
@@ -189,6 +190,17 @@ def _ulysses(model: Any, mesh: Any, spec: RunSpec) -> Iterator[Callable[[Batch],
 # -- torch's ring ----------------------------------------------------------------------------------
 
 
+def torch_loop() -> Any:
+    """The module of torch's loop over blocks, which is private. Raises LlmemError if it is not there."""
+    try:
+        return import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    except ImportError:
+        raise LlmemError(
+            f"torch {torch.__version__} does not have context_parallel where 2.13 has it; install "
+            "torch 2.13 or use --cp-comm ulysses"
+        ) from None
+
+
 @contextmanager
 def ring_around_cpu_kernel() -> Iterator[None]:
     """Let torch's loop over blocks also run around flash attention's CPU kernel.
@@ -196,7 +208,7 @@ def ring_around_cpu_kernel() -> Iterator[None]:
     torch registers it for the kernels of GPUs alone; the loop is the same, and so is what it
     allocates. This is what lets processes without a GPU show that the trace is right.
     """
-    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+    torch_cp = torch_loop()
 
     handlers: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_forward,
@@ -213,7 +225,7 @@ def ring_around_cpu_kernel() -> Iterator[None]:
 
 def _cpu_forward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(output, log-sum-exp) of ``_scaled_dot_product_flash_attention_for_cpu`` on DTensors."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+    torch_cp = torch_loop()
 
     mesh = args[0].device_mesh
     query, key, value = (_local(arg) for arg in args[:3])
@@ -229,7 +241,7 @@ def _cpu_forward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _cpu_backward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(grad_query, grad_key, grad_value) of the same."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+    torch_cp = torch_loop()
 
     mesh = args[0].device_mesh
     names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
@@ -258,7 +270,7 @@ def sent_blocks_wait() -> Iterator[None]:
     ProcessGroupNCCL keeps the tensors of an asynchronous collective until ``wait`` (torch 2.8 on;
     before, ``record_stream`` kept their blocks as long).
     """
-    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+    torch_cp = torch_loop()
 
     with ExitStack() as stack:
         for rotater in (torch_cp._AllGatherRotater, torch_cp._AllToAllRotater):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ from llmem.lifetimes import NEVER, Trace
 from llmem.parallel import ranks_of
 from llmem.parallel.context import kinds
 from llmem.spec import RunSpec, make_spec
-from llmem.trace.context_parallel import ROTATE_METHODS, sent_blocks_wait
+from llmem.trace.context_parallel import ROTATE_METHODS, sent_blocks_wait, torch_loop
 from llmem.trace.run import trace_spec
 from llmem.trace.tensor_parallel import rank_of
 from llmem.trace.ulysses import UlyssesAttention
@@ -228,3 +229,10 @@ def test_nothing_is_left_changed() -> None:
 def test_what_cannot_be_split_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(LlmemError, match=said):
         estimate(llama(**fields))
+
+
+def test_a_torch_without_the_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch.distributed.tensor.experimental._context_parallel._attention"
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(LlmemError, match="use --cp-comm ulysses"):
+        torch_loop()
