@@ -72,7 +72,7 @@ def figure_8() -> None:
 
 def figure_9() -> None:
     print(
-        "\nFigure 9: 4 GPUs, TP and DP+TP (Colossal-AI's 1-D tensor parallelism, not traced here)"
+        "\nFigure 9: 4 GPUs, TP and DP+TP (traced by experiments.paper.parallel for Table 3's models)"
     )
     for row in rows("figures"):
         if row["figure"] != "9" or row["method"] not in TP:

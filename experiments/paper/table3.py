@@ -2,8 +2,8 @@
 
 For nine models: LLMem's published pick, which methods ran (seconds) and which did not fit, beside
 Algorithm 1 on the paper's equations (largest batch and score of each method) for two bases, and beside
-our tracer where it knows the method: Gemini sharded over four GPUs (the paper's 4DP). Its 4TP and
-2DP+2TP are Colossal-AI's 1-D tensor parallelism, which is not modelled here.
+our tracer for Gemini sharded over four GPUs (the paper's 4DP). Its 4TP and 2DP+2TP, Colossal-AI's 1-D
+tensor parallelism, are traced by ``python -m experiments.paper.parallel``.
 """
 
 from __future__ import annotations
