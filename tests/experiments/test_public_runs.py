@@ -46,7 +46,9 @@ def test_stock_ops_on_gpus(op: str, x: int, date: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("op", "provider"),
     [("cross_entropy", "liger"), ("layer_norm", "liger"), ("fused_linear_cross_entropy", "liger"),
-     ("swiglu", "liger_triton"), ("rope", "liger_triton")],
+     ("swiglu", "liger_triton"), ("rope", "liger_triton"), ("fused_moe", "liger"),
+     ("tvd", "liger"), ("kl_div", "liger_cutile"), ("tiled_swiglu", "liger_tiled"),
+     ("fused_linear_grpo_loss_token", "liger"), ("megatron_cross_entropy", "megatron-fused")],
 )  # fmt: skip
 def test_liger_ops_on_gpus(op: str, provider: str) -> None:
     run = next(r for r in liger_ops.runs() if (r.op, r.setting.provider) == (op, provider))

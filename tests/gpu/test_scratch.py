@@ -334,6 +334,16 @@ def test_group_norm() -> None:
     assert sizes(found) == [1024, 1024, 128, 128, 1024]
 
 
+def test_softmax_backward_multiplies_first() -> None:
+    """`Tensor tmp = grad * output` in softmax_backward_cuda_out; seen in Liger's tvd rows."""
+    grad, output = meta(4, 1000), meta(4, 1000)
+    found = run("_softmax_backward_data", grad, output, -1, "float32", out=meta(4, 1000))
+    assert sizes(found) == [4 * 1000 * 4]
+    half = meta(4, 1000, dtype="bfloat16")
+    assert sizes(run("_softmax_backward_data", half, half, -1, "bfloat16", out=half)) == [8000]
+    assert not has_scratch("_log_softmax_backward_data")
+
+
 # --- the table -----------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,12 @@ def peak(step: Callable[[], Any]) -> int:
     """Most bytes that the step adds to what is there before."""
     trace = traced(step)
     keep = trace.lifetimes.category != Category.WORKSPACE
-    return int(replay(trace.lifetimes[keep]).allocated.max())
+    return int(replay(trace.lifetimes.take(keep)).allocated.max())
+
+
+def leaf(source: torch.Tensor) -> torch.Tensor:
+    """The same storage without a gradient of its own yet."""
+    return source.detach().requires_grad_()
 
 
 def saved(output: torch.Tensor) -> int:
@@ -59,14 +64,13 @@ def saved(output: torch.Tensor) -> int:
 
 def test_residual_and_norm_keep_their_sum_and_share_a_gradient() -> None:
     x, residual, weight = tensor(ROWS, WIDTH), tensor(ROWS, WIDTH), tensor(WIDTH)
-    out, total = liger_norms.fused_add_rms_norm(x, residual, weight, sm_count=SMS)
+    out, _total = liger_norms.fused_add_rms_norm(x, residual, weight, sm_count=SMS)
     assert saved(out) == WHOLE + WIDTH * 2 + ROWS * 4
 
     def step(in_place: bool) -> None:
         both = liger_norms.fused_add_rms_norm(
-            x.detach().requires_grad_(), residual.detach().requires_grad_(), weight,
-            sm_count=SMS, in_place=in_place,
-        )  # fmt: skip
+            leaf(x), leaf(residual), leaf(weight), sm_count=SMS, in_place=in_place
+        )
         torch.autograd.backward(both, [torch.empty_like(both[0]) for _ in "ab"])
 
     partial = SMS * WIDTH * 4
@@ -96,22 +100,23 @@ def test_dyt_keeps_its_input_and_sums_per_sm() -> None:
     out = liger_norms.dyt(x, alpha, gamma, beta, sm_count=SMS)
     assert saved(out) == ROWS * 2048 * 2 + 4 + 2 * 2048 * 4
     for cutile, columns in ((False, 512), (True, 1024)):
-        sizes = born(
-            lambda: liger_norms.dyt(x, alpha, gamma, beta, sm_count=SMS, cutile=cutile).backward(
-                gradient
-            )
-        )
+
+        def step(cutile: bool = cutile) -> None:
+            made = liger_norms.dyt(x, alpha, gamma, beta, sm_count=SMS, cutile=cutile)
+            made.backward(gradient)
+
+        sizes = born(step)
         assert sizes.count(SMS * 2048 * 4) == 2
         assert sizes.count(SMS * (2048 // columns) * 4) == 1
 
 
 def test_poly_norm_writes_over_the_gradient() -> None:
-    x, weight, bias = tensor(ROWS, WIDTH), tensor(3, dtype=FP32), tensor(1, dtype=FP32)
+    x, weight, bias = tensor(ROWS, WIDTH), tensor(3, dtype=FP32), tensor(1, dtype=FP32)[0]
     out = liger_norms.poly_norm(x, weight, bias, sm_count=SMS)
     assert saved(out) == WHOLE + 12 + ROWS * 3 * 4
 
     def step(in_place: bool) -> None:
-        made = liger_norms.poly_norm(x * 1, weight, bias, sm_count=SMS, in_place=in_place)
+        made = liger_norms.poly_norm(leaf(x) * 1, weight, bias, sm_count=SMS, in_place=in_place)
         made.backward(torch.empty_like(made))
 
     assert born(lambda: step(False)).count(WHOLE) - born(lambda: step(True)).count(WHOLE) == 1
@@ -123,7 +128,7 @@ def test_gate_and_up_in_one_tensor_go_back_into_it() -> None:
     gradient = tensor(ROWS, WIDTH, grad=False)
 
     def step(in_place: bool) -> None:
-        liger_activations.gated_together(y * 1, in_place=in_place).backward(gradient)
+        liger_activations.gated_together(leaf(y) * 1, in_place=in_place).backward(gradient)
 
     assert peak(lambda: step(True)) == 3 * WHOLE + 2 * WHOLE  # y * 1, the output; y's gradient
     assert born(lambda: step(False)).count(2 * WHOLE) == 3
@@ -156,11 +161,13 @@ def test_multi_token_attention_keeps_scores_and_probabilities() -> None:
 
     def step(cutile: bool) -> None:
         liger_activations.multi_token_attention(
-            scores, weight, bias, padding=1, cutile=cutile
+            leaf(scores), leaf(weight), leaf(bias), padding=1, cutile=cutile
         ).backward(torch.empty_like(scores))
 
-    # d_mixed, d_probabilities, two products, their difference, d_scores; cuTile fuses the last four
-    assert born(lambda: step(False)).count(each) - born(lambda: step(True)).count(each) == 3
+    # masked, probabilities, mixed, output; the output's gradient; then its mask's, that of the
+    # probabilities, two products, a difference and the gradient of the scores
+    assert born(lambda: step(False)).count(each) == 4 + 1 + 6
+    assert born(lambda: step(True)).count(each) < 4 + 1 + 6
 
 
 def test_a_tiled_mlp_holds_one_shard() -> None:
@@ -175,7 +182,8 @@ def test_a_tiled_mlp_holds_one_shard() -> None:
     gradient = torch.empty_like(tiled)
     sizes = born(lambda: liger_activations.tiled(mlp, x, 4).backward(gradient))
     assert 4 * WHOLE not in sizes  # never the inner width of all rows
-    assert sizes.count(WHOLE) == 4 * 2 + 4 * 3 + 2 + 1  # shards, twice; the output, the gradient; x.grad
+    # a shard's inner rows are as large as x: two tensors forward, four again with backward
+    assert sizes.count(WHOLE) == 4 * 2 + 4 * 4 + 2  # and the output and the gradient of x
     assert up.grad is not None
 
 
@@ -199,8 +207,12 @@ def test_experts_keep_the_up_projection_only() -> None:
     inputs = (128 * WIDTH + 4 * 128 * WIDTH + 4 * WIDTH * 64) * 2
     tables = 5 * 4 + 2 * 4 * 4 + 3 * 256 * 4  # starts, two lists of 4 tiles, three of 256 rows
     assert saved(out) == inputs + 256 * 128 * 2 + 256 * 2 + tables
-    sizes = born(lambda: liger_moe.fused_moe(x, gate_up, down, chosen, weights).sum().backward())
-    assert sizes.count(256 * WIDTH * 2) == 2 + 1  # rows of a pass; the gradient of gate_up... below
+    rows = 256 * WIDTH * 2  # what the experts make, forward and backward; and as large: x's share
+    sizes = born(
+        lambda: liger_moe.fused_moe(*map(leaf, (x, gate_up, down)), chosen, leaf(weights))
+        .sum().backward()
+    )  # fmt: skip
+    assert sizes.count(rows) == 2 + 1  # and the gradient of down, [4, 256, 64]
     assert liger_moe.tiles(256, 4) == 4 and liger_moe.tiles(257, 4) == 8
 
 
@@ -217,20 +229,20 @@ def test_divergences_keep_one_tensor() -> None:
     assert saved(liger_losses.kl_div(x, target)) == LOGITS
     assert saved(liger_losses.jsd(x, target)) == LOGITS
     assert saved(liger_losses.tvd(x, target)) == LOGITS
-    # made, divided by the rows; the loss of every entry and the gradient; the gradient alone
-    assert born(lambda: liger_losses.kl_div(x, target).backward()).count(LOGITS) == 2
-    assert born(lambda: liger_losses.jsd(x, target).backward()).count(LOGITS) == 2 + 1
-    assert born(lambda: liger_losses.tvd(x, target).backward()).count(LOGITS) == 1 + 1
 
 
-def test_what_a_scaled_loss_costs() -> None:
+@pytest.mark.parametrize(
+    ("loss", "plain", "scaled"),
+    [
+        (liger_losses.kl_div, 2, 3),  # made, (scaled,) divided by the rows
+        (liger_losses.jsd, 2, 3),  # every entry's loss, the gradient (, scaled)
+        (liger_losses.tvd, 1, 2),  # the gradient (, scaled)
+    ],
+)
+def test_divergences_make(loss: Callable[..., torch.Tensor], plain: int, scaled: int) -> None:
     x, target = pair()
-    for loss in (liger_losses.kl_div, liger_losses.jsd, liger_losses.tvd):
-        plain, scaled = (
-            born(lambda scaled=scaled: loss(x, target, scaled=scaled).backward()).count(LOGITS)  # type: ignore[misc]
-            for scaled in (False, True)
-        )
-        assert scaled - plain in (0, 1)
+    assert born(lambda: loss(leaf(x), target).backward()).count(LOGITS) == plain
+    assert born(lambda: loss(leaf(x), target, scaled=True).backward()).count(LOGITS) == scaled
 
 
 def test_fused_linear_jsd_holds_the_loss_of_every_entry() -> None:
@@ -255,39 +267,44 @@ def test_cross_entropy_per_row_scales_into_another_tensor() -> None:
     logits, target = tensor(TOKENS, VOCABULARY), tensor(TOKENS, dtype=torch.int64, grad=False)
     assert liger_ops.cross_entropy(logits, target, per_row=True).shape == (TOKENS,)
     for per_row, made in ((False, 0), (True, 1)):
-        sizes = born(
-            lambda: liger_ops.cross_entropy(logits * 1, target, per_row=per_row).sum().backward()
-        )
-        assert sizes.count(LOGITS // 2) == 2 + made  # logits, their gradient's way back
+
+        def step(per_row: bool = per_row) -> None:
+            rows = leaf(logits) * 1
+            liger_ops.cross_entropy(rows, target, per_row=per_row).sum().backward()
+
+        assert born(step).count(LOGITS // 2) == 2 + made  # the product and its gradient
 
 
-SEQUENCES = 4
+SEQUENCES, LENGTH = 4, 96
+BF16_LOGITS = LENGTH * VOCABULARY * 2
 
 
 def test_preference_losses_go_pair_by_pair() -> None:
-    """Logits of 2 x 64 tokens in bf16, their gradient, and the fp32 scatter of the labels'."""
-    x, weight = tensor(SEQUENCES, TOKENS, WIDTH), tensor(VOCABULARY, WIDTH)
-    target = tensor(SEQUENCES, TOKENS, dtype=torch.int64, grad=False)
+    """Two sequences' logits and their gradient in bf16, and the fp32 scatter of the labels'."""
+    x, weight = tensor(SEQUENCES, LENGTH, WIDTH), tensor(VOCABULARY, WIDTH)
+    target = tensor(SEQUENCES, LENGTH, dtype=torch.int64, grad=False)
     out = liger_preference.paired(x, weight, target)
-    assert saved(out) == (SEQUENCES * TOKENS + VOCABULARY) * WIDTH * 2
+    assert saved(out) == (SEQUENCES * LENGTH + VOCABULARY) * WIDTH * 2
     sizes = born(lambda: liger_preference.paired(x, weight, target))
-    assert sizes.count(2 * LOGITS // 2) == 2 * 2 and sizes.count(2 * LOGITS) == 2
+    assert sizes.count(2 * BF16_LOGITS) == 2 * 2 and sizes.count(4 * BF16_LOGITS) == 2
     single = born(lambda: liger_preference.unpaired(x, weight, target))
-    assert single.count(LOGITS // 2) >= 2 * 4 and single.count(LOGITS) == 4
+    assert single.count(2 * BF16_LOGITS) == 4
+    assert single.count(BF16_LOGITS) == 4 * 2 + 1  # the gradient of x is as large
 
 
-def test_a_reference_model_adds_its_logits_for_a_moment() -> None:
-    x, weight = tensor(SEQUENCES, TOKENS, WIDTH), tensor(VOCABULARY, WIDTH)
-    target = tensor(SEQUENCES, TOKENS, dtype=torch.int64, grad=False)
+def test_a_reference_model_is_done_before_the_gradient() -> None:
+    x, weight = tensor(SEQUENCES, LENGTH, WIDTH), tensor(VOCABULARY, WIDTH)
+    target = tensor(SEQUENCES, LENGTH, dtype=torch.int64, grad=False)
     reference = (x.detach(), weight.detach())
     alone = peak(lambda: liger_preference.paired(x, weight, target))
-    assert peak(lambda: liger_preference.paired(x, weight, target, reference=reference)) == alone
+    both = peak(lambda: liger_preference.paired(x, weight, target, reference=reference))
+    assert both - alone == 2 * LENGTH * WIDTH * 2  # the pair's hidden states; no logits
 
 
 def test_grpo_sums_the_gradient_of_the_head_in_fp32() -> None:
-    x, weight = tensor(2, TOKENS, WIDTH), tensor(VOCABULARY, WIDTH)
-    target = tensor(2, TOKENS, dtype=torch.int64, grad=False)
+    x, weight = tensor(2, LENGTH, WIDTH), tensor(VOCABULARY, WIDTH)
+    target = tensor(2, LENGTH, dtype=torch.int64, grad=False)
     out = liger_preference.grpo(x, weight, target)
-    assert saved(out) == (2 * TOKENS + VOCABULARY) * WIDTH * 2
+    assert saved(out) == (2 * LENGTH + VOCABULARY) * WIDTH * 2
     sizes = born(lambda: liger_preference.grpo(x, weight, target))
     assert sizes.count(VOCABULARY * WIDTH * 4) >= 2  # one for each sequence

@@ -4,8 +4,8 @@ From linkedin/Liger-Kernel, src/liger_kernel/chunked_loss/ of 0.4.1 to 0.8.2:
 fused_linear_preference.py, fused_linear_unpaired_preference.py, fused_linear_ppo.py. All run the
 head over one sequence (or pair) at a time and make gradients in forward. The pass over a chunk is
 compiled; of its ops only matrix products and the scatter of the labels' gradient are buffers of
-their own (torch/_inductor/lowering.py: ``scatter_fallback`` realises its input, ``mm`` is an
-external kernel), the rest is fused. B sequences, S tokens, H hidden size, V vocabulary.
+their own (torch/_inductor/lowering.py: ``scatter_reduce_`` realises what it writes into; ``mm`` is
+an external kernel), the rest is fused. B sequences, S tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class _Chunked(torch.autograd.Function):
         d_bias = None if bias is None else torch.zeros_like(bias)
         loss = torch.zeros((), device=x.device)
 
+        def chunk(whole: torch.Tensor, start: int) -> torch.Tensor:
+            second = x.shape[0] // 2 + start  # rejected sequences follow all chosen ones
+            first = whole[start : start + 1]
+            return first if each == 1 else torch.cat([first, whole[second : second + 1]])
+
         def added(start: int) -> torch.Tensor:
-            part = x[start : start + 1]
-            if each == 2:
-                half = x.shape[0] // 2
-                part = torch.cat([part, x[half + start : half + start + 1]])
-            other = None if reference is None else (reference[0][start : start + each], reference[1])
+            part = chunk(x, start)
+            other = None if reference is None else (chunk(reference[0], start), reference[1])
             d_part, d_head, d_offset = _compiled(part, weight, bias, other)
             d_weight.add_(d_head)
             if d_bias is not None and d_offset is not None:
