@@ -92,31 +92,52 @@ def _only_training(fields: dict[str, Any]) -> None:
 @click.option("--strategies", metavar="A,B", help="Only these; default: all that apply.")
 @click.option("--algorithm", type=click.Choice(["largest", "llmem"]), default="largest",
               help="llmem: the paper's Algorithm 1 over its four methods.")
-@click.option("--by", type=click.Choice(["paper", "trace"]), default="paper", show_default=True,
-              help="Of --algorithm llmem: the paper's equations, or our own estimates.")
+@click.option("--by", type=click.Choice(["paper", "trace"]),
+              help="Of --algorithm llmem: the paper's equations (default), or our own estimates.")
 @json_option
 def plan(model: str, **options: Any) -> None:
     """Which strategies fit, the largest batch of each, and the pick."""
-    fields = spec_fields(model, options)
-    _only_training(fields)
+    _check_plan(options)
+    names = split_names(options["strategies"])
+    if names is None and options["strategy"] is not None:
+        names = (options["strategy"],)
+    from llmem.plan import ORDER
+
     if options["algorithm"] == "llmem":
-        _plan_llmem(fields, options)
+        _plan_llmem(spec_fields(model, options, trying=("gemini",)), options)
         return
+    fields = spec_fields(model, options, trying=names or ORDER)
+    _only_training(fields)
     from llmem.progress import working
 
     with working(f"Planning {model}", quiet=options["json_out"] == "-"):
         from llmem.plan import plan as run
         from llmem.spec import make_spec
 
-        names = split_names(options["strategies"])
-        gpus = fields.get("gpus", 1)
-        fields.setdefault("strategy", "ddp" if gpus > 1 else "none")
         result = run(make_spec(**fields), strategies=names)
     if _write_json(result.to_json(), options["json_out"]):
         return
     from llmem.report.text import print_plan
 
     print_plan(result)
+
+
+def _check_plan(options: dict[str, Any]) -> None:
+    """Raises LlmemError for options that say what a plan is to find, or contradict each other."""
+    if options["per_device_train_batch_size"] is not None:
+        raise LlmemError("plan finds the batch size itself; leave -b out, or use llmem estimate")
+    if options["strategies"] is not None and options["strategy"] is not None:
+        raise LlmemError("--strategy and --strategies exclude each other; give one of them")
+    if options["algorithm"] != "llmem":
+        if options["by"] is not None:
+            raise LlmemError("--by is of LLMem's own plan; add --algorithm llmem")
+        return
+    for name in ("strategy", "strategies", "tp", "tp_plan"):
+        if options[name] is not None:
+            raise LlmemError(
+                f"--algorithm llmem chooses among its own four methods; leave --"
+                f"{name.replace('_', '-')} out"
+            )
 
 
 def _plan_llmem(fields: dict[str, Any], options: dict[str, Any]) -> None:
@@ -126,8 +147,7 @@ def _plan_llmem(fields: dict[str, Any], options: dict[str, Any]) -> None:
         from llmem.plan_llmem import plan_llmem
         from llmem.spec import make_spec
 
-        fields.setdefault("strategy", "gemini")
-        result = plan_llmem(make_spec(**fields), by=options["by"])
+        result = plan_llmem(make_spec(**fields), by=options["by"] or "paper")
     if _write_json(result.to_json(), options["json_out"]):
         return
     from llmem.report.plan_llmem import print_llmem_plan

@@ -9,12 +9,14 @@ from llmem._callable import make_callable
 from llmem.errors import LlmemError
 from llmem.gpu.alloc_conf import AllocConf
 from llmem.gpu.devices import DeviceProfile, get_device
+from llmem.installed import installed
 from llmem.lifetimes import Category, Trace
 from llmem.parallel import RankTable, compute_dtype, ranks_of
 from llmem.spec import RunSpec, make_spec
 from llmem.timeline import PeakAt, Timeline, locate, replay
 from llmem.trace.optimizers import by_step
 from llmem.trace.run import DEFAULT_GPU, trace_spec
+from llmem.unused import notes_on_unused
 
 SCHEMA = "llmem.estimate/1"
 
@@ -167,7 +169,8 @@ def _measure(
     table: RankTable, trace: Trace, device: DeviceProfile, conf: AllocConf, outside: int
 ) -> Rank:
     exact = not device.is_cuda
-    timeline = replay(table.lifetimes, exact=exact, conf=conf)
+    emptied = table.trace.cache_emptied
+    timeline = replay(table.lifetimes, exact=exact, conf=conf, cache_emptied=emptied)
     index = timeline.peak_index()
     starts = table.trace.step_ticks
     return Rank(
@@ -216,7 +219,8 @@ def _fit(
 ) -> Fit:
     capacity = device.capacity
     room = capacity - sum(outside.values())
-    timeline = replay(worst.table.lifetimes, conf=conf, capacity=room)
+    emptied = worst.table.trace.cache_emptied
+    timeline = replay(worst.table.lifetimes, conf=conf, capacity=room, cache_emptied=emptied)
     gib = 2**30
     if timeline.oom is not None:
         at = locate(timeline, worst.table.trace, timeline.oom.event)
@@ -265,6 +269,7 @@ def _assumptions(
 ) -> list[str]:
     notes = [
         *spec.notes,
+        *notes_on_unused(spec),
         f"batch: {spec.per_device_train_batch_size} x {spec.seq_length} tokens, full length, "
         "no padding",
         *trace.assumptions,
@@ -273,6 +278,10 @@ def _assumptions(
         notes += table.assumptions
     if spec.gpu is None:
         notes.append(f"GPU: kernels, context and libraries of {device.name} (no --gpu given)")
+    if spec.alloc_conf:
+        notes.append(f"allocator: PYTORCH_ALLOC_CONF {spec.alloc_conf}")
+    if spec.as_torch is not None:
+        notes.append(f"as torch {spec.as_torch}: its kernels' scratch and choices")
     if not device.is_cuda:
         notes.append("device: CPU kernels and defaults, bytes exact, nothing rounded or cached")
     seen: dict[str, None] = dict.fromkeys(notes)
@@ -281,14 +290,7 @@ def _assumptions(
 
 def versions() -> dict[str, str]:
     """Versions of what the step was traced with."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("torch", "transformers", "peft", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError as error:
-            raise LlmemError(f"{name} is not installed; install llmem with its dependencies") from error
+    found = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy")}
     found["llmem"] = _own_version()
     return found
 

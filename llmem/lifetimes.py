@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,23 @@ NEVER = np.iinfo(np.int64).max
 """Death of a storage that outlives the trace."""
 
 Ints = NDArray[np.int64]
+
+
+class Together(NamedTuple):
+    """Modules that are one unit of FSDP2 (``fully_shard([a, b])``), in the order of the model.
+
+    ``takes_ids``: the first that runs is the embedding, whose input needs no gradient. ``kept``:
+    ``reshard_after_forward=False``, whatever the blocks have.
+    """
+
+    modules: tuple[str, ...]
+    takes_ids: bool
+    kept: bool
+
+    @property
+    def name(self) -> str:
+        """What torch calls the unit."""
+        return ", ".join(self.modules)
 
 
 class Category(IntEnum):
@@ -271,6 +288,10 @@ class Trace:
     """Parameter key -> the dtype in which an engine keeps it between uses."""
     wrapped: list[str] = field(default_factory=list)
     """Names of the blocks that engines shard as one (the model's ``_no_split_modules``)."""
+    together: list[Together] = field(default_factory=list)
+    """Modules beside them that FSDP2 shards as one."""
+    cache_emptied: list[int] = field(default_factory=list)
+    """Ticks at which an engine empties the allocator's cache."""
     sharded: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Parameter key -> (dimension, its whole size) that tensor-parallel ranks cut in chunks."""
     optimizer: dict[str, Any] = field(default_factory=dict)

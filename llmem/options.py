@@ -5,7 +5,7 @@ Each option maps to a RunSpec field; an option that is not given is left to RunS
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,6 +189,14 @@ _WHERE = [
     click.option("--bucket-cap-mb", type=float, help="DDP's argument."),
     click.option("--gradient-as-bucket-view", is_flag=True, default=None, help="DDP's argument."),
     click.option("--deepspeed", metavar="FILE", help="ds_config JSON, for zero1, zero2, zero3."),
+    click.option(
+        "--placement-policy", type=click.Choice(["cuda", "cpu", "auto"]),
+        help="gemini: chunks rest on the GPU (default), on the host, or where room is.",
+    ),
+    click.option(
+        "--zero-init", type=click.BOOL, metavar="true|false",
+        help="zero3: false moves the whole model to every GPU before it is partitioned.",
+    ),
     click.option("--offload", type=click.Choice(["none", "optimizer", "all"])),
     click.option(
         "--fsdp-transformer-layer-cls-to-wrap", metavar="A,B",
@@ -196,6 +204,12 @@ _WHERE = [
     ),
     click.option(
         "--fsdp-min-num-params", type=int, metavar="N", help="FSDP wraps by number of parameters."
+    ),
+    click.option(
+        "--fsdp-units",
+        type=click.Choice(["blocks", "accelerate"]),
+        help="FSDP2's units: blocks and the root (default), or as accelerate 1.15 prepares a model, "
+        "with the embedding and [final norm, head] apart; --config sets it for accelerate and Trainer.",
     ),
     click.option(
         "--hybrid-shard", "--dp-shard-size", "--data-parallel-shard-degree", "hybrid_shard",
@@ -216,13 +230,18 @@ def run_options(command: Command) -> Command:
     return command
 
 
-def spec_fields(model: str, options: dict[str, Any]) -> dict[str, Any]:
+def spec_fields(
+    model: str, options: dict[str, Any], *, trying: Sequence[str] = ()
+) -> dict[str, Any]:
     """Takes the shared options out of ``options`` and returns RunSpec fields.
 
-    What config files say comes first, so that an option given beside them wins.
+    What config files say comes first, so that an option given beside them wins. ``trying``: the
+    strategies that will be tried where none is given. Raises LlmemError for an option that would
+    change nothing.
     """
     from llmem.interop.config_files import read_configs
-    from llmem.spec import RunSpec
+    from llmem.spec import RunSpec, make_spec
+    from llmem.unused import refuse_unused
 
     given = {name: options.pop(name) for name in RunSpec.model_fields if name in options}
     fields = {name: value for name, value in given.items() if value is not None}
@@ -240,7 +259,11 @@ def spec_fields(model: str, options: dict[str, Any]) -> dict[str, Any]:
         words = {"true": True, "false": False}
         fields["reshard_after_forward"] = words.get(reshard.lower(), reshard)
     from_files, notes = read_configs(options.pop("config", ()))
-    return {"model": model, **from_files, **fields, "notes": notes}
+    found = {"model": model, **from_files, **fields, "notes": notes}
+    if trying:
+        found.setdefault("strategy", "fsdp2")  # which makes no sense of the fewest other options
+    refuse_unused(make_spec(**found), fields, trying)
+    return found
 
 
 def split_names(text: str | None) -> tuple[str, ...] | None:

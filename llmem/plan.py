@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmem._callable import make_callable
 from llmem.baselines.algorithm1 import largest_batch
 from llmem.errors import LlmemError
 from llmem.estimate import Estimate, estimate_trace
+from llmem.gpu.alloc_conf import AllocConf
+from llmem.gpu.devices import get_device
 from llmem.lifetimes import Trace
-from llmem.parallel import compute_dtype, is_modelled
+from llmem.parallel import ENGINES, compute_dtype, is_modelled
 from llmem.scaling import Scaled, scaled
 from llmem.spec import RunSpec
 from llmem.trace.run import trace_spec
 
 ORDER = ("none", "ddp", "zero1", "zero2", "fsdp2", "fsdp", "zero3", "gemini")
 """From the least communication per step to the most (ZeRO-3 moves 1.5 times what DDP moves)."""
+
+COSTS = (*ORDER, "megatron")
+"""The same, and Megatron-LM's data parallelism, which is planned only where it is named."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,10 @@ class Option:
     batch: int
     device_bytes: int | None
     sentence: str
+    assumptions: list[str] = field(default_factory=list, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "assumptions"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,14 @@ class Plan:
             "schema": "llmem.plan/1",
             "options": [option.to_json() for option in self.options],
             "pick": None if self.pick is None else self.pick.to_json(),
+            "assumptions": self.assumptions,
         }
+
+    @property
+    def assumptions(self) -> list[str]:
+        """Those of the pick, else of the first option that was tried to its end."""
+        tried = [self.pick] if self.pick else [o for o in self.options if o.assumptions]
+        return tried[0].assumptions if tried else []
 
 
 def plan(
@@ -56,20 +69,31 @@ def plan(
 
     The pick processes most sequences per step; at a tie, the strategy that communicates less.
     Traces at two batch sizes serve a whole strategy; the batch that is reported is traced again.
-    Raises LlmemError without ``spec.gpu``.
+    A strategy that refuses the run has batch 0 and its reason. Raises LlmemError without a GPU, for
+    strategies that are none, and if all refuse.
     """
-    if spec.gpu is None:
+    if spec.gpu is None or not get_device(spec.gpu).is_cuda:
         raise LlmemError("plan needs to know the card: add --gpu NAME (see `llmem gpus`)")
+    AllocConf.parse(spec.alloc_conf)
     candidates = strategies or default_strategies(spec)
+    if unknown := [name for name in candidates if name not in ENGINES]:
+        raise LlmemError(f"there is no strategy {unknown[0]!r}; use some of {', '.join(ENGINES)}")
     sources: dict[tuple[str | None, bool], Source] = {}
-    options = []
+    options: list[Option] = []
+    refused: list[LlmemError] = []
     for strategy in candidates:
         trial = spec.model_copy(update={"strategy": strategy})
-        dtype = compute_dtype(trial)
-        source = sources.setdefault((dtype, trial.autocast_inside_engine), Source(trial, dtype))
-        options.append(_option(trial, source, max_batch))
+        try:
+            dtype = compute_dtype(trial)
+            source = sources.setdefault((dtype, trial.autocast_inside_engine), Source(trial, dtype))
+            options.append(_option(trial, source, max_batch))
+        except LlmemError as error:
+            refused.append(error)
+            options.append(Option(strategy, 0, None, str(error)))
+    if refused and len(refused) == len(options):
+        raise refused[0]
     fitting = [option for option in options if option.batch]
-    pick = max(fitting, key=lambda o: (o.batch, -ORDER.index(o.strategy)), default=None)
+    pick = max(fitting, key=lambda o: (o.batch, -COSTS.index(o.strategy)), default=None)
     return Plan(spec, options, pick)
 
 
@@ -125,7 +149,7 @@ def _option(spec: RunSpec, source: Source, max_batch: int) -> Option:
         final = at(max(batch, 1), source.real)
     assert final.fit is not None
     used = final.fit.device if batch else None
-    return Option(spec.strategy, batch, used, final.fit.sentence)
+    return Option(spec.strategy, batch, used, final.fit.sentence, final.assumptions)
 
 
 make_callable(__name__)

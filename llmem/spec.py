@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmem.errors import LlmemError
+from llmem.installed import installed
 from llmem.interop.peft_config import with_method
 from llmem.optim_names import OPTIMIZERS, unknown_optimizer
 
@@ -23,6 +24,7 @@ Quantization = Literal["none", "int8", "nf4", "fp4"]
 TPPlan = Literal["transformers", "torchtitan", "colossal", "megatron"]
 CPComm = Literal["allgather", "ring", "ulysses"]
 EPPlan = Literal["transformers", "alltoall"]
+FSDPUnits = Literal["blocks", "accelerate"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Task = Literal["train", "generate"]
 CacheImplementation = Literal["dynamic", "static"]
@@ -154,7 +156,9 @@ class RunSpec(BaseModel):
     # data parallelism
     bucket_cap_mb: float = Field(25.0, gt=0, description="DDP's bucket_cap_mb")
     gradient_as_bucket_view: bool = False
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | None = Field(
+        None, description="None: true, and false under pp, as torchtitan sets it"
+    )
     keep_last_block: bool = Field(
         False, description="FSDP2: the last block stays gathered after forward, as in torchtitan"
     )
@@ -166,11 +170,20 @@ class RunSpec(BaseModel):
         "fp32", description="FSDP2's MixedPrecisionPolicy(reduce_dtype=...), with bf16 or fp16"
     )
     deepspeed: Any = Field(None, description="ds_config: a dict or the path of its JSON")
+    placement_policy: Literal["cuda", "cpu", "auto"] = Field(
+        "cuda", description="Gemini's: where chunks rest"
+    )
+    zero_init: bool = Field(
+        True, description="ZeRO-3: parameters are partitioned while they are loaded"
+    )
     offload: Literal["none", "optimizer", "all"] = "none"
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] | None = Field(
         None, description="classes that FSDP wraps; none: the root alone; None: _no_split_modules"
     )
     fsdp_min_num_params: int = Field(0, ge=0, description="FSDP wraps by size; 0: by class")
+    fsdp_units: FSDPUnits = Field(
+        "blocks", description="FSDP2's units beside the root: blocks, or those that accelerate makes"
+    )
     hybrid_shard: int = Field(0, ge=0, description="HSDP: GPUs that share one copy; 0: all")
     dp_replicate_size: int | None = Field(
         None, ge=1, description="HSDP: copies of the parameters; None: as hybrid_shard leaves"
@@ -268,6 +281,16 @@ class RunSpec(BaseModel):
         return self.micro_batches or self.pp
 
     @property
+    def reshards(self) -> bool | int:
+        """``reshard_after_forward``, or what it is where nothing was said.
+
+        torchtitan's policy "default" keeps a pipeline stage gathered between its micro-batches
+        (torchtitan/distributed/fsdp.py, ``get_fsdp_reshard_after_forward_policy``).
+        """
+        said = self.reshard_after_forward
+        return self.pp == 1 if said is None else said
+
+    @property
     def autocast_dtype(self) -> str | None:
         """``bfloat16`` or ``float16`` under mixed precision, else None."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else None
@@ -282,11 +305,11 @@ class RunSpec(BaseModel):
 
 
 def checkpoints_reentrantly(as_transformers: str | None) -> bool:
-    """Whether that version's gradient checkpointing is the reentrant one.
+    """Whether that version's gradient checkpointing is the reentrant one (None: the installed one's).
 
     transformers/modeling_utils.py: ``use_reentrant`` is True by default until 4.57, False since 5.0.
     """
-    return as_transformers is not None and as_transformers.startswith("4.")
+    return (as_transformers or installed("transformers")).startswith("4.")
 
 
 def checkpoints_calls(as_transformers: str | None) -> bool:
@@ -294,9 +317,10 @@ def checkpoints_calls(as_transformers: str | None) -> bool:
 
     Since ``GradientCheckpointingLayer`` (4.53) the layer does it itself.
     """
-    if as_transformers is None or not checkpoints_reentrantly(as_transformers):
+    version = as_transformers or installed("transformers")
+    if not checkpoints_reentrantly(version):
         return False
-    minor = as_transformers.split(".")[1]
+    minor = version.split(".")[1]
     return minor.isdecimal() and int(minor) < 53
 
 

@@ -6,6 +6,7 @@ the bytes that ops asked for, *allocated* the blocks handed out, *reserved* the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,12 +94,13 @@ def replay(
     conf: AllocConf | None = None,
     capacity: int | None = None,
     addresses: bool = False,
+    cache_emptied: Sequence[int] = (),
 ) -> Timeline:
     """Run lifetimes through the caching allocator.
 
     ``exact`` counts requested bytes only, as on a CPU, where nothing is rounded or cached.
     ``capacity`` is what the allocator may reserve, in bytes (None: no limit); a request that does
-    not fit ends the timeline with ``oom``.
+    not fit ends the timeline with ``oom``. ``cache_emptied``: ticks of ``torch.cuda.empty_cache``.
     """
     events = lifetimes.events()
     if exact:
@@ -112,6 +114,7 @@ def replay(
         conf=conf or AllocConf(),
         capacity=capacity,
         want_addresses=addresses,
+        emptied=np.searchsorted(events.tick, cache_emptied).tolist(),
     )
     oom = None
     if result.oom is not None:

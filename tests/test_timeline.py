@@ -29,6 +29,15 @@ def test_exact_curve_by_hand() -> None:
     }  # fmt: skip
 
 
+def test_an_emptied_cache_gives_its_segments_back() -> None:
+    """12 MiB and then 30 MiB take segments of their own; the first is free by then."""
+    rows = [{"nbytes": n * MIB, "birth": b, "death": b + 1} for n, b in ((12, 1), (30, 4))]
+    made = Lifetimes.build(rows)
+    kept, emptied = (replay(made, cache_emptied=ticks).reserved.tolist() for ticks in ([], [3]))
+    assert kept == [12 * MIB, 12 * MIB, 42 * MIB, 42 * MIB]
+    assert emptied == [12 * MIB, 12 * MIB, 30 * MIB, 30 * MIB]
+
+
 def test_peak_within_a_span() -> None:
     timeline = replay(table(), exact=True)
     assert timeline.span(4, 6) == (3, 5)

@@ -24,7 +24,7 @@ from matrix import command, table
 
 from llmem.spec import RunSpec, make_spec
 
-_WIDTHS = {
+WIDTHS = {
     "vocab_size": 1021, "hidden_size": 112, "intermediate_size": 268, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -98,7 +98,7 @@ def _one(
 ) -> tuple[str, RunSpec]:
     tp, gpus, strategy = degree
     spec = make_spec(
-        model={**_WIDTHS, **rest, "model_type": family},
+        model={**WIDTHS, **rest, "model_type": family},
         per_device_train_batch_size=3,
         param_dtype="fp32",
         bf16=bf16,

@@ -6,6 +6,7 @@ each event. `replay_log` checks the model against a recorded history of a real p
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,11 +70,13 @@ def replay_events(
     memory_fraction: float | None = None,
     want_curve: bool = True,
     want_addresses: bool = False,
+    emptied: Collection[int] = (),
 ) -> ReplayResult:
     """Replays mallocs (kind 0, `nbytes` bytes on `streams`) and frees (kind 1) of lifetimes `ids`.
 
     Arrays of shape [events]; `nbytes` and `streams` of a free are not read. `want_addresses`
-    adds the address of every id and the final segments, for a snapshot.
+    adds the address of every id and the final segments, for a snapshot. The cache is emptied before
+    the events whose indices are in `emptied`.
     """
     allocator = CachingAllocator(
         conf, capacity, device_total=device_total, memory_fraction=memory_fraction
@@ -86,6 +89,8 @@ def replay_events(
     columns = [np.asarray(column).tolist() for column in (kind, ids, nbytes)]
     columns.append(np.asarray(streams).tolist() if streams is not None else [0] * len(columns[0]))
     for index, (action, key, size, stream) in enumerate(zip(*columns, strict=True)):
+        if emptied and index in emptied:
+            allocator.empty_cache()
         if action == FREE:
             free(live.pop(key))
         else:

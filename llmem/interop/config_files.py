@@ -164,6 +164,8 @@ def _section(path: Path, raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _accelerate_deepspeed(config: Config, section: dict[str, Any]) -> None:
+    if str(section.pop("zero3_init_flag", True)).lower() == "false":
+        config.fields["zero_init"] = False
     named = section.pop("deepspeed_config_file", None)
     if named is not None:
         inner = config.path.parent / str(named)

@@ -56,7 +56,7 @@ def accelerate_fsdp(
     strategy, reshard = SHARDING[sharding]
     fields: dict[str, Any] = {"strategy": strategy}
     if version == "2":
-        fields["strategy"] = "fsdp2"
+        fields |= {"strategy": "fsdp2", "fsdp_units": "accelerate"}
         fields["reduce_dtype"] = dtype or "fp32"
         said = left.pop("reshard_after_forward", None)
         reshard = None if said is None else truth(said)
@@ -97,6 +97,7 @@ def trainer_fsdp(
     strategy, keep = SHARDING.get(name, ("fsdp", reshard is None or truth(reshard)))
     fields: dict[str, Any] = {"strategy": "fsdp2" if version == 2 else strategy}
     if version == 2:
+        fields["fsdp_units"] = "accelerate"
         fields["reduce_dtype"] = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     else:
         left.setdefault("backward_prefetch", "NO_PREFETCH")

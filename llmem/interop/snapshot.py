@@ -23,7 +23,8 @@ def write_memory_viz(result: Estimate, path: Path) -> None:
         raise LlmemError("a snapshot shows a CUDA allocator; leave out --gpu cpu or --snapshot")
     table = result.worst.table
     conf = AllocConf.parse(result.spec.alloc_conf)
-    timeline = replay(table.lifetimes, conf=conf, addresses=True)
+    emptied = table.trace.cache_emptied
+    timeline = replay(table.lifetimes, conf=conf, addresses=True, cache_emptied=emptied)
     try:
         write_snapshot(path, _rows(timeline, table.trace), timeline.layout)
     except OSError as error:

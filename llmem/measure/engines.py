@@ -6,7 +6,7 @@ the arguments that accelerate passes where RunSpec has no field for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
+from llmem.measure import accelerate_fsdp2
 from llmem.measure.cpu_memory import HOST
 from llmem.measure.marks import Mark
 from llmem.parallel.fsdp2_ranks import DTYPES
@@ -143,29 +144,18 @@ def _ddp(prepared: Prepared, spec: RunSpec, device: str) -> Any:
 
 
 def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
-    """``fully_shard`` on each block, then on the root, as accelerate's ``fsdp2_prepare_model``."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    """``fully_shard`` on each block, then on the root, or as accelerate's ``fsdp2_prepare_model``."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     model: Any = prepared.model
-    if spec.autocast_dtype:
-        _upcast_trained(model)
-    policy = MixedPrecisionPolicy()
-    if spec.autocast_dtype:
-        policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, spec.autocast_dtype),
-            reduce_dtype=getattr(torch, DTYPES[spec.reduce_dtype]),
-        )
-    options: dict[str, Any] = {"mesh": _data_mesh(model, spec, device), "mp_policy": policy}
-    if spec.offload == "all":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
-    # Inner modules first, as accelerate goes.
-    for name in sorted(wrapped_names(model, spec), key=lambda name: -name.count(".")):
-        fully_shard(
-            model.get_submodule(name),
-            reshard_after_forward=spec.reshard_after_forward,
-            **options,
-        )
-    fully_shard(model, **options)
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if spec.offload == "all" else None
+    mesh = _data_mesh(model, spec, device)
+    if spec.fsdp_units == "accelerate":
+        accelerate_fsdp2.prepare_model(model, spec, mesh, offload)
+    else:
+        # Inner modules first, as accelerate goes.
+        names = sorted(wrapped_names(model, spec), key=lambda name: -name.count("."))
+        shard_blocks(model, [model.get_submodule(name) for name in names], spec, mesh, offload)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
 
@@ -177,6 +167,32 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     step.optimizer = prepared.optimizer_plan.build(p for p in model.parameters() if p.requires_grad)
     step.forward_context = MicroBatches(spec, step.forward_context, synchronise)
     return step
+
+
+def shard_blocks(
+    model: torch.nn.Module,
+    blocks: Iterable[torch.nn.Module],
+    spec: RunSpec,
+    mesh: Any,
+    offload_policy: Any = None,
+) -> None:
+    """``fully_shard`` on ``blocks``, then on ``model``; trained parameters in fp32 as accelerate
+    makes them."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if spec.autocast_dtype:
+        _upcast_trained(model)
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, spec.autocast_dtype),
+            reduce_dtype=getattr(torch, DTYPES[spec.reduce_dtype]),
+        )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if offload_policy is not None:
+        options["offload_policy"] = offload_policy
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=spec.reshards, **options)
+    fully_shard(model, **options)
 
 
 def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
@@ -201,7 +217,7 @@ def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     names = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
     sharded: Any = FSDP(
         model,
-        sharding_strategy=ShardingStrategy[names[0 if spec.reshard_after_forward else 1]],
+        sharding_strategy=ShardingStrategy[names[0 if spec.reshards else 1]],
         device_mesh=_data_mesh(model, spec, device) if hybrid else None,
         auto_wrap_policy=_wrap_policy(model, spec),
         mixed_precision=policy,
@@ -216,7 +232,8 @@ def _fsdp1(prepared: Prepared, spec: RunSpec, device: str) -> Any:
         if flat is not None and flat.requires_grad:
             flat.data = flat.data.float()
             part._handle._orig_param_dtype = torch.float32
-    if spec.gradient_checkpointing and checkpoints_calls(spec.as_transformers):
+    by_call = checkpoints_calls(spec.as_transformers) and not checkpoints_calls(None)
+    if spec.gradient_checkpointing and by_call:
         _checkpoint_calls(FSDP.fsdp_modules(sharded))
 
     def synchronise(last: bool) -> AbstractContextManager[Any]:

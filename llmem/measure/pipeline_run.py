@@ -9,6 +9,7 @@ the embeddings; a tied head has its copy of them.
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
@@ -26,13 +27,15 @@ from torch.distributed.pipelining import (
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
-from llmem.measure.engines import Wrapped
+from llmem.measure.engines import Wrapped, shard_blocks
+from llmem.measure.pipeline_fsdp2 import data_mesh
 from llmem.parallel.schedule import actions
 from llmem.parallel.stages import split_layers
 from llmem.spec import RunSpec
 from llmem.trace.build import Prepared, blocks_of, prepare
 from llmem.trace.micro_batch import one_micro_batch
 from llmem.trace.step import NoWatcher, Watcher
+from llmem.trace.tensor_parallel import by_mesh
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -48,7 +51,7 @@ def build_pipeline(spec: RunSpec, device: str) -> Wrapped:
     """This process's stages of ``spec``, and the step that trains them.
 
     Ranks are numbered (pp, replica), as the estimate's. Raises LlmemError for what has no pipeline
-    here: GPUs, tensor parallelism, strategies other than ddp, unknown families.
+    here: GPUs, tensor parallelism of replicas, other strategies than ddp and fsdp2, unknown families.
     """
     _check(spec, device)
     per_rank = spec.virtual_stages if spec.pp_schedule == "interleaved" else 1
@@ -56,18 +59,26 @@ def build_pipeline(spec: RunSpec, device: str) -> Wrapped:
     rank, _ = divmod(dist.get_rank(), replicas)
     actions(spec.pp_schedule, spec.pp, rank, spec.pipeline_micro_batches, per_rank)  # or refuses
     one_micro_batch(spec)
-    alone = {"gpus": 1, "pp": 1, "strategy": "none"}
+    alone: dict[str, Any] = {"gpus": spec.tp, "pp": 1, "strategy": "none"}
+    if spec.strategy == "fsdp2":  # its policy takes autocast's place
+        alone |= {"bf16": False}
     prepared = prepare(spec.model_copy(update=alone), device=device, cuda=False)
     total = spec.pp * per_rank
     pipeline, data = _groups(spec.pp, replicas)
+    mesh = data_mesh(spec) if spec.strategy == "fsdp2" else None
     mine: list[PipelineStage] = []
     step = PipelineStep(spec, prepared)
-    for number in range(rank, total, spec.pp):
-        module: torch.nn.Module = StageModule(prepared, number, total)
+    # All of them before any is sharded, which gives a layer another class.
+    numbers = range(rank, total, spec.pp)
+    modules = [StageModule(prepared, number, total, sp=spec.sp) for number in numbers]
+    for stage in modules:
+        module: torch.nn.Module = stage
+        if mesh is not None:
+            shard_blocks(stage, stage.mine, spec, mesh)
         step.parameters += [p for p in module.parameters() if p.requires_grad]
         if spec.strategy == "ddp":
             module = _replicated(module, spec, data)
-        mine.append(WatchedStage(step, module, number, total, device, pipeline))
+        mine.append(WatchedStage(step, module, stage.number, total, device, pipeline))
     if not step.parameters:
         raise LlmemError(f"pipeline rank {rank} has nothing to train; use another --method or --pp")
     step.start(mine, prepared)
@@ -81,11 +92,13 @@ def build_pipeline(spec: RunSpec, device: str) -> Wrapped:
 def _check(spec: RunSpec, device: str) -> None:
     if device != "cpu":
         raise LlmemError("--pp is measured on the CPU alone; use --device cpu")
-    if spec.tp > 1:
-        raise LlmemError("--pp with --tp cannot be measured; leave one of them out")
-    if spec.strategy not in ("none", "ddp"):
+    if spec.tp > 1 and spec.strategy != "none":
         raise LlmemError(
-            f"--pp with --strategy {spec.strategy} cannot be measured; use --strategy ddp or none"
+            f"--pp with --tp and --strategy {spec.strategy} cannot be measured; use --strategy none"
+        )
+    if spec.strategy not in ("none", "ddp", "fsdp2"):
+        raise LlmemError(
+            f"--pp with --strategy {spec.strategy} cannot be measured; use ddp, fsdp2 or none"
         )
     if spec.zero_grad == "before_backward" or spec.hold_outputs or spec.fp16:
         raise LlmemError(
@@ -128,6 +141,7 @@ class PipelineStep:
         self.parameters: list[torch.nn.Parameter] = []
         self._spec = spec
         self._make_batch = prepared.step.make_batch
+        self._clip = prepared.step.clip
         self._count = 0
 
     def start(self, stages: list[PipelineStage], prepared: Prepared) -> None:
@@ -140,7 +154,8 @@ class PipelineStep:
             n_microbatches=self._spec.pipeline_micro_batches,
             loss_fn=lambda loss, target: loss,  # the last stage's output
         )
-        self._optimizer = prepared.optimizer_plan.build(self.parameters)
+        groups = ({"params": group} for group in by_mesh(self.parameters))
+        self._optimizer = prepared.optimizer_plan.build(groups)
 
     def __call__(self) -> None:
         watch = self.watcher
@@ -160,7 +175,7 @@ class PipelineStep:
         del batch
         if self._spec.max_grad_norm:
             with watch.in_phase(Phase.CLIP):
-                torch.nn.utils.clip_grad_norm_(self.parameters, self._spec.max_grad_norm)
+                self._clip(self.parameters, self._spec.max_grad_norm, foreach=None)
         with watch.in_phase(Phase.OPTIMIZER):
             self._optimizer.step()
         self._zero_grad("after_step")
@@ -203,24 +218,27 @@ class StageModule(torch.nn.Module):
     """Stage ``number`` of ``total`` of a causal language model, as a module of its own.
 
     Takes token ids (first stage) or hidden states [sequences, tokens, width]; returns hidden states
-    or the loss (last stage).
+    or the loss (last stage). Under ``sp`` hidden states are the rank's part of the tokens.
     """
 
-    def __init__(self, prepared: Prepared, number: int, total: int) -> None:
+    def __init__(self, prepared: Prepared, number: int, total: int, *, sp: bool = False) -> None:
         super().__init__()
         whole: Any = prepared.model
         model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+        self.number = number
         self.first, self.last = number == 0, number == total - 1
         names = [name.rpartition(".")[2] for name in blocks_of(model)]
         mine = split_layers(names, total)[number]
         self._context: Callable[[], AbstractContextManager[Any]] = prepared.step.forward_context
         self._outputs_of = prepared.step.outputs_of
         self._received = Received()
+        self._sp = sp
         base = _shallow(getattr(model, model.base_model_prefix))
         family = _family(base)
         layers = base.get_submodule(family.layers)
         kept = [layer if n in mine else Absent() for n, layer in zip(names, layers, strict=True)]  # type: ignore[arg-type]
         setattr(base, family.layers, torch.nn.ModuleList(kept))
+        self.mine = [layer for layer in kept if not isinstance(layer, Absent)]
         if not self.first:
             for name in family.embeddings:
                 setattr(base, name, Absent())
@@ -234,11 +252,16 @@ class StageModule(torch.nn.Module):
         if self.last:
             self.model = _shallow(model)
             setattr(self.model, model.base_model_prefix, base)
+            if sp:  # counts positions by token ids, which this stage does not have
+                self.model._forward_pre_hooks = OrderedDict()
 
     def forward(self, hidden: Any, attention_mask: Any = None, labels: Any = None) -> Any:
         given: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": hidden}
         if self.last:
             given["labels"] = labels
+        if self._sp:  # as torchtitan calls the model: all positions, and no mask
+            given["position_ids"] = torch.arange(attention_mask.shape[1]).unsqueeze(0)
+            attention_mask = None
         self._received.hidden = None if self.first else hidden
         with self._context():
             outputs = self.model(**given, attention_mask=attention_mask)

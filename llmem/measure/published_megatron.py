@@ -18,8 +18,6 @@ def megatron_spec(line: Line) -> RunSpec:
     if "GPT-345M" not in line["model"]:
         raise CannotExpress("Megatron-LM's code of another model, with experts or of unknown size")
     tp, pp, dp = (whole(line[key] or "1") for key in ("tp", "pp", "dp"))
-    if pp > 1:
-        raise CannotExpress("Megatron-LM's own pipeline schedule")
     batch = whole(line["batch_size_per_gpu"])
     found = re.search(r"GBS (\d+)", line["notes"])
     if found is None:
@@ -28,10 +26,12 @@ def megatron_spec(line: Line) -> RunSpec:
 
     from llmem.measure.megatron_gpt import GPT_345M, builder
 
+    steps = int(found[1]) // (batch * dp)
     return make_spec(
-        model=builder(GPT_345M, torch.float16), per_device_train_batch_size=batch,
-        seq_length=whole(line["seq_len"]),
-        gradient_accumulation_steps=int(found[1]) // (batch * dp), gpus=tp * dp,
+        model=builder(GPT_345M, torch.float16),
+        per_device_train_batch_size=batch * (steps if pp > 1 else 1),
+        seq_length=whole(line["seq_len"]), pp=pp, micro_batches=steps if pp > 1 else None,
+        gradient_accumulation_steps=1 if pp > 1 else steps, gpus=tp * pp * dp,
         strategy="megatron", tp=tp, tp_plan="megatron", sp="SP" in line["parallel_strategy"],
         gpu="a100-80gb", as_torch="2.1",
     )  # fmt: skip

@@ -56,8 +56,7 @@ def validate(
     for measured in record["ranks"]:
         predicted = _rank_of(estimate, measured["rank"])
         if on_cpu:
-            # A pipeline's setup cuts the whole model, which no GPU would hold.
-            rows += _cpu_rows(measured, predicted, spec.strategy if spec.pp == 1 else "none")
+            rows += _cpu_rows(measured, predicted, spec)
             if boundaries:
                 base = predicted.table.base or estimate.trace
                 rows += _boundary_rows(measured, predicted, base, spec.strategy)
@@ -83,18 +82,28 @@ def _row(rank: int, metric: str, measured: int, predicted: int, whole: int | Non
     return Row(rank, metric, measured, predicted, (predicted - measured) / (whole or measured))
 
 
-def measured_peak(measured: dict[str, Any], strategy: str) -> int:
+def measured_peak(measured: dict[str, Any], spec: Any) -> int:
     """Bytes at a rank's peak.
 
     Under DDP the engine's setup counts, which sends whole parameters to the other ranks. The setup
-    of a sharding engine does not: here it starts from a whole model in memory, as a GPU does not.
+    of a sharding engine does not: here it starts from a whole model in memory, as a GPU does not,
+    but for ZeRO-3 without zero.Init. A pipeline's cuts the whole model, which no GPU would hold.
     """
-    return max(measured["peak"], measured["setup_peak"] if strategy == "ddp" else 0)
+    counts = (spec.strategy == "ddp" and spec.pp == 1) or _starts_whole(spec)
+    return max(measured["peak"], measured["setup_peak"] if counts else 0)
 
 
-def _cpu_rows(measured: dict[str, Any], predicted: Any, strategy: str) -> Iterator[Row]:
+def _starts_whole(spec: Any) -> bool:
+    return spec.strategy == "zero3" and not spec.zero_init
+
+
+def _cpu_rows(measured: dict[str, Any], predicted: Any, spec: Any) -> Iterator[Row]:
     rank, steps = measured["rank"], measured["steps"]
-    yield _row(rank, "peak", measured_peak(measured, strategy), predicted.peak.requested)
+    yield _row(rank, "peak", measured_peak(measured, spec), predicted.peak.requested)
+    if _starts_whole(spec):
+        before = predicted.timeline.span(0, predicted.table.trace.step_ticks[0])
+        setup = int(predicted.timeline.requested[slice(*before)].max())
+        yield _row(rank, "setup", measured["setup_peak"], setup)
     yield _row(rank, "first", steps[0]["peak"], predicted.first.requested)
     if len(steps) < 2:
         return

@@ -102,6 +102,7 @@ def build(
         config._attn_implementation = attn_implementation
     with _default_dtype(element_type), torch.device(device):
         model = _instantiate(source, config, trust_remote_code)
+        _tie(model)
     _keep_in_fp32(model, element_type)
     if deferred:
         assert attn_implementation is not None
@@ -178,6 +179,13 @@ def _instantiate(source: ModelSource, config: PretrainedConfig, trust: bool) -> 
     except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         raise LlmemError(f"{source.name} cannot be built: {_first_sentence(error)}.") from error
     return model
+
+
+def _tie(model: nn.Module) -> None:
+    """Tie what from_pretrained ties after loading; transformers 5.0 ties nothing on meta itself."""
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
 
 
 def _set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:

@@ -62,33 +62,24 @@ WITH_CP = ("ddp", "fsdp2")
 """Strategies among whose ranks torch's ``context_parallel`` splits sequences; for Ulysses ZeRO's too."""
 
 
-WITH_PP = ("none", "ddp")
+WITH_PP = ("none", "ddp", "fsdp2", "megatron")
 """Strategies whose passes work on a pipeline rank's repeated micro-batches."""
 
 
 def engine(spec: RunSpec) -> Any:
     """The module that models ``spec.strategy``. Raises LlmemError if there is none."""
-    if spec.pp > 1 and spec.strategy not in WITH_PP:
-        raise LlmemError(
-            f"--pp with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_PP)}"
-        )
-    if spec.tp > 1 and spec.strategy not in WITH_TP:
-        raise LlmemError(
-            f"--tp with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_TP)}"
-        )
-    if spec.ep > 1 and spec.strategy not in WITH_EP:
-        raise LlmemError(
-            f"--ep with --strategy {spec.strategy} is not supported; use one of {', '.join(WITH_EP)}"
-        )
     split = WITH_CP + (("zero1", "zero2", "zero3") if spec.cp_comm == "ulysses" else ())
-    if spec.cp > 1 and spec.strategy not in split:
-        raise LlmemError(
-            f"--cp with --strategy {spec.strategy} is not supported; use one of {', '.join(split)}"
-        )
+    for degree, known in (("pp", WITH_PP), ("tp", WITH_TP), ("ep", WITH_EP), ("cp", split)):
+        if getattr(spec, degree) > 1 and spec.strategy not in known:
+            raise LlmemError(
+                f"--{degree} with --strategy {spec.strategy} is not supported; use one of "
+                f"{', '.join(known)}"
+            )
     name = ENGINES.get(spec.strategy)
     if name is None:
-        known = ", ".join(ENGINES)
-        raise LlmemError(f"--strategy {spec.strategy} is not supported yet; use one of {known}")
+        raise LlmemError(
+            f"--strategy {spec.strategy} is not supported yet; use one of {', '.join(ENGINES)}"
+        )
     return import_module(name)
 
 

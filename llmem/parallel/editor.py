@@ -40,6 +40,7 @@ class Editor:
     _used: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _modules: dict[str, int] = field(init=False)
     _phase_ticks: list[tuple[int, Phase, int]] | None = None
+    _emptied: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         table = self.trace.lifetimes
@@ -110,6 +111,10 @@ class Editor:
         for handle in [handles] if isinstance(handles, int) else handles:
             self._rows[handle]["death"] = self.at(tick)
 
+    def empty_cache(self, tick: int) -> None:
+        """The engine gives what is free back to the driver at ``tick``."""
+        self._emptied.append(tick)
+
     def set_phase_ticks(self, phase_ticks: list[tuple[int, Phase, int]]) -> None:
         self._phase_ticks = phase_ticks
 
@@ -140,6 +145,7 @@ class Editor:
             touch_row=touched[alive],
             touch_kind=self.trace.touch_kind[alive],
             phase_ticks=self._phase_ticks or self.trace.phase_ticks,
+            cache_emptied=sorted([*self.trace.cache_emptied, *self._emptied]),
         )
         return lifetimes, trace
 

@@ -37,16 +37,16 @@ def options_of(spec: RunSpec) -> Fsdp1Options:
         raise LlmemError(
             f"--hybrid-shard {spec.hybrid_shard} does not divide {spec.gpus} GPUs; choose a divisor"
         )
-    if spec.reshard_after_forward not in (True, False):
+    if spec.reshards not in (True, False):
         raise LlmemError(
             f"FSDP1 cannot keep a part of a unit after forward (--reshard-after-forward "
-            f"{spec.reshard_after_forward}); use true, false or --strategy fsdp2"
+            f"{spec.reshards}); use true, false or --strategy fsdp2"
         )
     if spec.shard_ranks == 1 and spec.gpus > 1:
         raise LlmemError("FSDP1 with one GPU per copy does not shard (NO_SHARD); use --strategy ddp")
     check_offload(spec)
     return Fsdp1Options(
-        free_after_forward=bool(spec.reshard_after_forward),
+        free_after_forward=bool(spec.reshards),
         prefetch=spec.backward_prefetch,
         use_orig_params=spec.use_orig_params,
         reentrant=spec.gradient_checkpointing and checkpoints_calls(spec.as_transformers),

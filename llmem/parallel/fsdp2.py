@@ -24,49 +24,16 @@ Read in torch/distributed/fsdp/_fully_shard (``_fsdp_param_group.py`` for the or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
+from llmem.parallel.fsdp2_hooks import Group, Hook, hooks_of
 from llmem.parallel.fsdp2_shards import ITEMSIZE, Fsdp2Options, padded_shard
 from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
 
 COPY_IN_STREAM, REDUCE_SCATTER_STREAM, ALL_REDUCE_STREAM = 1, 2, 3
-
-
-@dataclass
-class _Group:
-    """A unit's buffers while the step is played through."""
-
-    unit: Unit
-    gathered: list[int] = field(default_factory=list)
-    all_gather_output: int | None = None
-    unsharded: bool = False
-    post_forward: list[int] = field(default_factory=list)
-    accumulated: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Hook:
-    """A hook of FSDP2 at a tick; ``order`` sorts those at the same one."""
-
-    tick: int
-    order: int
-    name: str
-    group: _Group
-    micro_batch: int = 0
-    last_micro_batch: bool = True
-
-    @property
-    def nesting(self) -> int:
-        """Outer modules enter first and leave last."""
-        name = self.group.unit.name
-        depth = name.count(".") + 1 if name else 0
-        return depth if self.name.startswith("pre") else -depth
 
 
 class Fsdp2Pass:
@@ -80,8 +47,8 @@ class Fsdp2Pass:
         self.trace = trace
         self.options = options
         self.masters = masters
-        self.root = units[0]
-        self.groups = [_Group(unit) for unit in units if unit.parameters]
+        # The root of which the units took all parameters still has its hooks.
+        self.groups = [Group(unit) for unit in units if unit.parameters or unit.is_root]
         self._held_output: int | None = None
         self._reduce_inputs: list[int] = []
         self._all_reduced: list[int] = []
@@ -113,8 +80,8 @@ class Fsdp2Pass:
 
     def _play(self, step: int) -> None:
         """All hooks of one step, in program order."""
-        hooks = sorted(self._hooks(step), key=lambda hook: (hook.tick, hook.order, hook.nesting))
-        for hook in hooks:
+        required = self.options.inputs_require_grad
+        for hook in hooks_of(self.groups, step, inputs_require_grad=required):
             if hook.name == "pre_forward":
                 self._pre_forward(hook.group, hook.tick, step)
             elif hook.name == "post_forward":
@@ -123,40 +90,14 @@ class Fsdp2Pass:
                 self._release_held_output(hook.tick)
             elif hook.name == "pre_backward":
                 self._pre_backward(hook.group, hook.tick, step)
-            else:
+            elif hook.name == "post_backward":
                 self._post_backward(hook, step)
-            if hook is hooks[-1]:  # the end of ``_root_post_backward_final_callback``
-                self.editor.free(self._all_reduced, hook.tick)
-                self._all_reduced = []
-                self._release_reduce_inputs(hook.tick)
-
-    def _hooks(self, step: int) -> Iterator[_Hook]:
-        """Every hook of a step, in no particular order."""
-        for group in self.groups:
-            unit = group.unit
-            # Where nothing is allocated between two blocks, one still ends before the next starts.
-            before, after = (0, 3) if unit.is_root else (2, 1)
-            for window in unit.forward.get(step, []):
-                yield _Hook(window.start, before, "pre_forward", group)
-                yield _Hook(window.end, after, "post_forward", group)
-            for window in unit.again.get(step, []):  # by checkpointing: an iteration of its own
-                yield _Hook(window.start, before, "pre_forward", group)
-                yield _Hook(window.end, after, "end_forward", group)
-            windows = unit.backward.get(step, [])
-            before, after = (5, 9) if unit.is_root else (6, 4)
-            for micro, window in enumerate(windows):
-                last = micro == len(windows) - 1
-                end = window.end
-                if not unit.is_root and end == self.root.backward[step][micro].end:
-                    # Its inputs need no gradient, so it waits for the callback at the end of
-                    # backward (``_root_post_backward_final_callback``), where the root is first.
-                    after = 10
-                yield _Hook(window.start, before, "pre_backward", group)
-                yield _Hook(end, after, "post_backward", group, micro, last)
+            else:
+                self._end_backward(hook.tick)
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def _pre_forward(self, group: _Group, tick: int, step: int) -> None:
+    def _pre_forward(self, group: Group, tick: int, step: int) -> None:
         self._unshard(group, tick, Phase.FORWARD, step)
         self._copy_alone(group, tick)
         if group.all_gather_output is None:
@@ -166,7 +107,7 @@ class Fsdp2Pass:
         self._release_held_output(tick)
         self._held_output, group.all_gather_output = group.all_gather_output, None
 
-    def _post_forward(self, group: _Group, tick: int, step: int) -> None:
+    def _post_forward(self, group: Group, tick: int, step: int) -> None:
         reshard = self.options.root_reshard if group.unit.is_root else self.options.reshard
         if group.unit.name in self.options.kept:
             reshard = False
@@ -177,7 +118,7 @@ class Fsdp2Pass:
         if group.unit.is_root:
             self._release_held_output(tick)  # _post_forward of iter_forward_root
 
-    def _pre_backward(self, group: _Group, tick: int, step: int) -> None:
+    def _pre_backward(self, group: Group, tick: int, step: int) -> None:
         self._unshard(group, tick, Phase.BACKWARD, step)
         self._copy_alone(group, tick)
         if group.all_gather_output is not None:
@@ -188,7 +129,7 @@ class Fsdp2Pass:
         if before is not None:
             self._unshard(before, tick, Phase.BACKWARD, step)
 
-    def _post_backward(self, hook: _Hook, step: int) -> None:
+    def _post_backward(self, hook: Hook, step: int) -> None:
         group, tick = hook.group, hook.tick
         mine = [
             (p, row)
@@ -196,14 +137,26 @@ class Fsdp2Pass:
             if (row := self._gradient_rows.get((step, p.key))) is not None
         ]
         self._accumulate(hook, mine, step)
+        if hook.last_micro_batch:
+            self._take_own_parts(group, mine, tick)
         self._reshard(group, tick)
-        if not hook.last_micro_batch:  # no_sync: reduced after the last micro-batch only
+        if not hook.last_micro_batch or not group.unit.parameters:  # no_sync: reduced after the last micro-batch only
             return
         self._release_reduce_inputs(tick)
         if mine:
             self._reduce(group, mine, tick, step)
 
-    def _accumulate(self, hook: _Hook, mine: list[tuple[Parameter, int]], step: int) -> None:
+    def _end_backward(self, tick: int) -> None:
+        """The end of ``_root_post_backward_final_callback``, with ``finalize_backward``."""
+        for group in self.groups:
+            if group.all_gather_output is not None:  # prefetched, but backward did not come there
+                self.editor.free(group.all_gather_output, tick)
+                group.all_gather_output = None
+        self.editor.free(self._all_reduced, tick)
+        self._all_reduced = []
+        self._release_reduce_inputs(tick)
+
+    def _accumulate(self, hook: Hook, mine: list[tuple[Parameter, int]], step: int) -> None:
         """Gradients kept between micro-batches have the reduce dtype.
 
         (``to_accumulated_grad_if_needed`` and ``accumulate_unsharded_grad_if_needed``: a copy per
@@ -217,7 +170,8 @@ class Fsdp2Pass:
             if hook.last_micro_batch:
                 return
             for parameter, row in mine:
-                nbytes = parameter.numel * ITEMSIZE[reduced]
+                numel = int(self.trace.lifetimes.nbytes[row]) // self._itemsize(parameter)
+                nbytes = numel * ITEMSIZE[reduced]
                 kept = editor.add(
                     nbytes, editor.at(tick), category=Category.GRADIENT,
                     module=group.unit.name, key=parameter.key,
@@ -229,10 +183,34 @@ class Fsdp2Pass:
             for temporary in self._added.get((step, hook.micro_batch, parameter.key), []):
                 editor.end(temporary, editor.at(tick))
 
+    def _take_own_parts(self, group: Group, mine: list[tuple[Parameter, int]], tick: int) -> None:
+        """``_get_grad_inner_tensor``: a tensor-parallel rank's part is copied, the whole dropped.
+
+        DTensor makes the gradient of an embedding with the rows of the whole vocabulary.
+        """
+        editor, table = self.editor, self.trace.lifetimes
+        for index, (parameter, row) in enumerate(mine):
+            itemsize = self._itemsize(parameter)
+            if table.nbytes[row] <= parameter.numel * itemsize:
+                continue
+            if group.accumulated:
+                itemsize = ITEMSIZE[self.options.reduce_dtype or self._gather_dtype(parameter)]
+            part = editor.add(
+                parameter.numel * itemsize, editor.at(tick), category=Category.GRADIENT,
+                module=group.unit.name, key=parameter.key,
+            )  # fmt: skip
+            if group.accumulated:
+                editor.free(group.accumulated[index], tick)
+                group.accumulated[index] = part
+            else:
+                editor.end(row, editor.at(tick))
+                group.own_parts[row] = part
+
     # -- buffers ---------------------------------------------------------------------------------
 
-    def _unshard(self, group: _Group, tick: int, phase: Phase, step: int) -> None:
-        if group.unsharded or group.all_gather_output is not None or self.options.shard_size == 1:
+    def _unshard(self, group: Group, tick: int, phase: Phase, step: int) -> None:
+        there = group.unsharded or group.all_gather_output is not None
+        if there or self.options.shard_size == 1 or not group.unit.parameters:
             return
         editor, name = self.editor, group.unit.name
         op = editor.op("all_gather", name, phase, step, editor.at(tick))
@@ -243,7 +221,7 @@ class Fsdp2Pass:
         )  # fmt: skip
         editor.free(inputs, tick)
 
-    def _gather_inputs(self, group: _Group, tick: int, op: int) -> list[int]:
+    def _gather_inputs(self, group: Group, tick: int, op: int) -> list[int]:
         """What ``_get_param_all_gather_inputs`` allocates: copies from the host, or one flat cast."""
         if self.options.offload:
             shards = [] if group.post_forward else group.unit.parameters
@@ -265,7 +243,7 @@ class Fsdp2Pass:
         return [self.editor.add(flat, self.editor.at(tick), module=name, op=op, stream=COPY_IN_STREAM)]
 
     def _input_of(
-        self, parameter: Parameter, group: _Group, tick: int, stream: int = 0, op: int = -1
+        self, parameter: Parameter, group: Group, tick: int, stream: int = 0, op: int = -1
     ) -> int | None:
         """``FSDPParam.all_gather_inputs``: the shard from the host, then in the computed dtype."""
         editor, kept = self.editor, self.masters[parameter.key]
@@ -281,7 +259,7 @@ class Fsdp2Pass:
             made = new
         return made
 
-    def _copy_alone(self, group: _Group, tick: int) -> None:
+    def _copy_alone(self, group: Group, tick: int) -> None:
         """``wait_for_unshard`` of a rank that shares with nobody: copies in place of a gather."""
         if self.options.shard_size > 1 or group.unsharded:
             return
@@ -296,25 +274,25 @@ class Fsdp2Pass:
             self.editor.free(last, tick)
         group.unsharded = True
 
-    def _copy_out(self, group: _Group, tick: int) -> None:
+    def _copy_out(self, group: Group, tick: int) -> None:
         for parameter in group.unit.parameters:
             self._add_gathered(group, parameter, tick)
         group.unsharded = True
         self.editor.free(group.post_forward, tick)
         group.post_forward = []
 
-    def _add_gathered(self, group: _Group, parameter: Parameter, tick: int) -> None:
+    def _add_gathered(self, group: Group, parameter: Parameter, tick: int) -> None:
         nbytes, name = self._gathered_bytes(parameter), group.unit.name
         group.gathered.append(
             self.editor.add(nbytes, self.editor.at(tick), module=name, key=parameter.key)
         )
 
-    def _reshard(self, group: _Group, tick: int) -> None:
+    def _reshard(self, group: Group, tick: int) -> None:
         self.editor.free(group.gathered, tick)
         group.gathered = []
         group.unsharded = False
 
-    def _keep_smaller_shard(self, group: _Group, tick: int) -> None:
+    def _keep_smaller_shard(self, group: Group, tick: int) -> None:
         """``to_sharded_post_forward``: a part of each parameter is copied, then the whole freed."""
         for parameter, gathered in zip(group.unit.parameters, group.gathered, strict=True):
             nbytes = self._gathered_bytes(parameter) // int(self.options.reshard)
@@ -326,7 +304,7 @@ class Fsdp2Pass:
         group.gathered = []
 
     def _reduce(
-        self, group: _Group, mine: list[tuple[Parameter, int]], tick: int, step: int
+        self, group: Group, mine: list[tuple[Parameter, int]], tick: int, step: int
     ) -> None:
         editor, ranks = self.editor, self.options.shard_size
         op = editor.op("reduce_scatter", group.unit.name, Phase.BACKWARD, step, editor.at(tick))
@@ -343,7 +321,10 @@ class Fsdp2Pass:
             group.accumulated = []
         else:
             for _, row in mine:
-                editor.end(row, editor.at(tick))
+                if row in group.own_parts:
+                    editor.free(group.own_parts.pop(row), tick)
+                else:
+                    editor.end(row, editor.at(tick))
         outputs = [
             editor.add(
                 elements * ITEMSIZE[dtype], editor.at(tick), module=name, op=op, stream=stream,
@@ -373,19 +354,22 @@ class Fsdp2Pass:
         kept = self.masters[parameter.key]
         return kept if kept in ("int8", "uint8") else self.options.param_dtype or kept
 
+    def _itemsize(self, parameter: Parameter) -> int:
+        return ITEMSIZE[self._gather_dtype(parameter)]
+
     def _gathered_bytes(self, parameter: Parameter) -> int:
         """Bytes of an unsharded parameter, padding included."""
         ranks, dtype = self.options.shard_size, self._gather_dtype(parameter)
         return padded_shard(parameter, ranks) * ranks * ITEMSIZE[dtype]
 
-    def _group_before(self, group: _Group, step: int) -> _Group | None:
+    def _group_before(self, group: Group, step: int) -> Group | None:
         """The group whose forward ended just before this one's (what backward prefetches)."""
         order = self._post_forward_order(step)
         index = order.index(group) if group in order else 0
         return order[index - 1] if index > 0 else None
 
-    def _post_forward_order(self, step: int) -> list[_Group]:
-        ran = [g for g in self.groups if step in g.unit.forward]
+    def _post_forward_order(self, step: int) -> list[Group]:
+        ran = [g for g in self.groups if step in g.unit.forward and g.unit.parameters]
         return sorted(ran, key=lambda g: (g.unit.forward[step][-1].end, -len(g.unit.name)))
 
     def _release_reduce_inputs(self, tick: int) -> None:

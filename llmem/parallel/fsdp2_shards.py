@@ -28,6 +28,8 @@ class Fsdp2Options:
     kept: frozenset[str] = frozenset()
     """Names of units with ``reshard_after_forward=False`` whatever the others have."""
     offload: bool = False
+    inputs_require_grad: bool = False
+    """The embedding's output requires a gradient, whatever is trained."""
 
 
 def padded_shard(parameter: Parameter, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Colossal-AI's Gemini, placement ``cuda``, as LLMem ran it (0.3.0, commit d4fb7bf).
+"""Colossal-AI's Gemini, as LLMem ran it with placement ``cuda`` (0.3.0, commit d4fb7bf).
 
 Read in the notes on colossalai/zero/gemini (``chunk/chunk.py``, ``gemini_ddp.py``,
 ``gemini_optimizer.py``) and colossalai/nn/optimizer/hybrid_adam.py:
@@ -14,6 +14,7 @@ Read in the notes on colossalai/zero/gemini (``chunk/chunk.py``, ``gemini_ddp.py
   one more buffer of the chunk's size;
 * HybridAdam updates the slices of parameters in this rank's fp32 shards in place; its two states are
   zeros like each slice, made in the first step;
+* placements that use the host are in ``gemini_placement``;
 * with one rank (LLMem's change), or if all parameters are fewer than the smallest chunk, chunks stay
   gathered;
 * under tensor parallelism parameters are grouped by the ranks that hold the same part
@@ -23,7 +24,7 @@ Read in the notes on colossalai/zero/gemini (``chunk/chunk.py``, ``gemini_ddp.py
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from llmem.baselines.gemini_chunks import (
     search_chunk_size,
 )
 from llmem.errors import LlmemError
+from llmem.gpu.devices import get_device
 from llmem.lifetimes import Category, Parameter, Phase, Touch, Trace
 from llmem.parallel import RankTable
 from llmem.parallel.editor import Editor
@@ -131,11 +133,11 @@ def compute_dtype(spec: RunSpec) -> str:
 
 def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     """Raises LlmemError for what Gemini 0.3.0 has not, or what is not modelled of it."""
-    if spec.offload != "none":
-        raise LlmemError("of Gemini only placement 'cuda' is modelled; leave --offload out")
+    policy = placement_of(spec)
     if spec.gradient_accumulation_steps > 1:
         raise LlmemError(
-            "Gemini 0.3.0 does not accumulate gradients; use --gradient-accumulation-steps 1"
+            "Gemini 0.3.0 does not accumulate gradients (they overwrite the parameters in the chunks); "
+            "use --gradient-accumulation-steps 1"
         )
     if spec.optim not in ADAMS:
         raise LlmemError(
@@ -145,22 +147,55 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     if not all(p.trainable for p in trace.parameters):
         raise LlmemError("Gemini 0.3.0 trains all parameters; use --method full, or zero3")
     layout = layout_of(trace.parameters, spec.gpus, split=trace.sharded or None)
+    make, slices_of, told = _placed(trace, layout, spec, policy)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank in range(spec.gpus):
-        kinds.setdefault(layout.slices(rank), []).append(rank)
+        kinds.setdefault(slices_of(rank), []).append(rank)
     notes = [
-        f"gemini: Colossal-AI 0.3.0, placement cuda, {len(layout.chunks)} chunks of up to "
+        f"gemini: Colossal-AI 0.3.0, placement {policy}, {len(layout.chunks)} chunks of up to "
         f"{max(c.elements for c in layout.chunks):,} elements, "
         + ("kept gathered" if layout.kept else f"1/{spec.gpus} on each rank"),
         f"gemini: HybridAdam for {spec.optim}; clipping scales inside its kernel",
+        *told,
     ]
     tables = []
     for slices, members in kinds.items():
-        editor = GeminiPass(trace, layout).run()
+        editor = make().run()
         optimizer = _states(editor, slices)
         lifetimes, named = editor.finish()
         tables.append(RankTable(members[0], lifetimes, named, optimizer, notes, tuple(members)))
     return tables
+
+
+def placement_of(spec: RunSpec) -> str:
+    """GeminiPlugin's ``placement_policy``; ``--offload all`` is ``cpu``.
+
+    Raises LlmemError for the optimizer alone, which Gemini cannot offload.
+    """
+    if spec.offload == "optimizer":
+        raise LlmemError(
+            "Gemini offloads chunks and optimizer states together; use --placement-policy cpu or auto"
+        )
+    return "cpu" if spec.offload == "all" and spec.placement_policy == "cuda" else spec.placement_policy
+
+
+def _placed(
+    trace: Trace, layout: Layout, spec: RunSpec, policy: str
+) -> tuple[Callable[[], GeminiPass], Callable[[int], tuple[int, ...]], list[str]]:
+    """The pass of a placement, which slices of a rank have their states on the GPU, and notes."""
+    if policy == "cuda":
+        return lambda: GeminiPass(trace, layout), layout.slices, []
+    from llmem.parallel import gemini_placement as host
+
+    budget, told = None, f"{host.host_bytes(layout) / 2**20:,.1f} MiB of host memory on each rank"
+    if policy == "auto":
+        capacity = get_device(spec.gpu or "").capacity if spec.gpu else 0
+        if not capacity:
+            raise LlmemError("Gemini's placement auto goes by the GPU's memory; name it with --gpu")
+        budget = host.auto_budget(trace, layout, capacity)
+        told += f"; budgets by the {capacity / 2**30:.1f} GiB of {spec.gpu} and the first step"
+    on_gpu = host.slices_on_gpu(layout)
+    return lambda: host.HostPlacement(trace, layout, budget=budget), lambda rank: on_gpu, [f"gemini: {told}"]
 
 
 @dataclass

@@ -17,6 +17,11 @@ them (stage.py, schedules.py):
 * parameters get their gradient from the first micro-batch, later ones are added in place;
 * the loss is computed in the last stage's forward and logits are dropped before backward; clipping
   and the optimizer see the rank's own parameters, and run for each rank.
+
+Megatron-LM's own 1F1B (``--strategy megatron``; megatron/core/pipeline_parallel/schedules.py at
+b387fadfa7, July 2023) has the same order and other buffers: each receive allocates, an input lives until
+its backward, a gradient until the next is received; an output is let go of when it has been sent
+(``deallocate_output_tensor``); every gradient goes into the buffer at once.
 """
 
 from __future__ import annotations
@@ -28,10 +33,10 @@ import numpy as np
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Trace
-from llmem.parallel import RankTable
+from llmem.parallel import RankTable, fsdp2_pipeline
 from llmem.parallel.editor import Editor
 from llmem.parallel.replay_stages import STEPS, StageReplay
-from llmem.parallel.schedule import actions, in_flight
+from llmem.parallel.schedule import Action, actions, in_flight
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.parallel.stages import Stages, stages_of
 from llmem.spec import RunSpec
@@ -48,11 +53,11 @@ def ranks(
     per_rank = spec.virtual_stages if spec.pp_schedule == "interleaved" else 1
     stages = stages_of(trace, spec.pp * per_rank)
     replicas = spec.gpus // spec.pp
-    inner = spec.model_copy(update={"gpus": replicas, "pp": 1})
     tables, optimizers = [], _Optimizers(spec)
     for rank in range(spec.pp):
-        mine, notes = _rank_trace(stages, spec, rank, per_rank, optimizers)
-        for table in make(mine, inner):
+        order = actions(spec.pp_schedule, spec.pp, rank, spec.pipeline_micro_batches, per_rank)
+        notes = [_note(spec, stages, in_flight(order), per_rank)]
+        for table in _rank_tables(stages, spec, rank, order, optimizers, make):
             everyone = tuple(rank * replicas + replica for replica in table.ranks)
             told = [*notes, *table.assumptions]
             tables.append(replace(table, rank=everyone[0], ranks=everyone, assumptions=told))
@@ -74,21 +79,33 @@ class _Optimizers:
         return self._known[shapes]
 
 
-def _rank_trace(
-    stages: Stages, spec: RunSpec, rank: int, per_rank: int, optimizers: _Optimizers
-) -> tuple[Trace, list[str]]:
-    """The whole trace of one pipeline rank, optimizer included, and what was assumed."""
-    order = actions(spec.pp_schedule, spec.pp, rank, spec.pipeline_micro_batches, per_rank)
-    base = StageReplay(stages, spec, order).trace()
+def _rank_tables(
+    stages: Stages,
+    spec: RunSpec,
+    rank: int,
+    order: list[Action],
+    optimizers: _Optimizers,
+    make: Callable[[Trace, RunSpec], list[RankTable]],
+) -> list[RankTable]:
+    """The tables of the replicas of one pipeline rank, numbered from 0."""
+    replay = StageReplay(stages, spec, order)
+    base = replay.trace()
     shards = [Shard(p.key, p.name, p.shape, p.dtype) for p in base.parameters if p.trainable]
     if not shards:
         raise LlmemError(f"pipeline rank {rank} has nothing to train; use another --method or --pp")
+    inner = spec.model_copy(
+        update={"gpus": spec.gpus // spec.pp, "pp": 1, "reshard_after_forward": spec.reshards}
+    )
+    if spec.strategy == "fsdp2":  # which gathers and reduces between micro-batches
+        return fsdp2_pipeline.ranks(_with_rows(base), inner, stages, order, replay.placed)
+    if spec.strategy == "megatron":  # which has an optimizer of its own
+        return make(_with_rows(base), inner)
     step = optimizers.of(shards)
     editor = Editor(base)
     splice_optimizer(editor, shards, step)
     lifetimes, named = editor.finish()
     named = replace(named, lifetimes=lifetimes, optimizer=step.optimizer)
-    return _with_rows(named), [_note(spec, stages, in_flight(order), per_rank)]
+    return make(_with_rows(named), inner)
 
 
 def _with_rows(trace: Trace) -> Trace:

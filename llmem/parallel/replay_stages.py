@@ -34,7 +34,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class _Copy:
+class Copy:
     """A window copied to ``base``: tick t becomes base + t - window.start."""
 
     window: Window
@@ -57,6 +57,7 @@ class StageReplay:
         self._order = order
         # GPipe and the runtime of interleaved schedules keep all their sends until the step is done.
         self._waits_at_the_end = spec.pp_schedule != "1f1b"
+        self._megatron = spec.strategy == "megatron"
         self._mine = {action.stage for action in order}
         self._source = stages.trace
         self._holders = stages.holders
@@ -68,6 +69,8 @@ class StageReplay:
         self._ready: dict[tuple[int, int], int] = {}
         self._rows = StageRows(stages)
         self._step, self._dropped = 0, int(NEVER)
+        self.placed: list[dict[Action, list[Copy]]] = []
+        """Of each step, after ``trace``: where the windows of each action went."""
 
     def trace(self) -> Trace:
         """Parameters, receive buffers and all steps."""
@@ -78,6 +81,7 @@ class StageReplay:
         for step in range(STEPS):
             plans.append(self._plan(step))
             step_ticks.append(self._now)
+        self.placed = [plan.copies for plan in plans]
         for step, plan in enumerate(plans):
             self._fill(plan, plans[step + 1] if step + 1 < STEPS else None, step)
         kinds: list[Any] = list(OP_COLUMNS)
@@ -122,6 +126,8 @@ class StageReplay:
         self._add(np.flatnonzero(there & ~dropped), table.birth, table.death, None)
 
     def _receive_buffers(self) -> None:
+        if self._megatron:  # which makes one for each receive
+            return
         last, micro = self._stages.number - 1, self._spec.pipeline_micro_batches
         ends = sum((stage > 0) + (stage < last) for stage in self._mine)
         for _ in range(ends * micro):
@@ -142,7 +148,7 @@ class StageReplay:
             windows = self._windows(action)
             copies = []
             for window in windows:
-                copies.append(_Copy(window, self._now))
+                copies.append(Copy(window, self._now))
                 self._now += len(window)
             plan.copies[action] = copies
             self._now += TICK
@@ -219,6 +225,8 @@ class StageReplay:
                 here = inside.window.holds(death)
                 later[here] = inside.move(death[here])
             later[np.isin(rows, self._rows.sent(stage))] = self._sent_until(action, plan)
+            if copy is prelude and stage > 0 and self._megatron:
+                self._receive(copy.base, backward.end)
             self._add(rows, copy.move(table.birth), later, copy, full=False)
             self._copy_ops(copy, Phase.FORWARD)
         if first:
@@ -229,20 +237,22 @@ class StageReplay:
         [copy] = plan.copies[action]
         rows = np.flatnonzero(window.holds(table.birth) & ~self._rows.kept)
         keys = self._rows.gradient_keys(rows, action.stage)
-        tied = np.isin(table.key[rows], list(self._rows.tied)) & (keys < 0)
-        # The sum of a tied parameter's two gradients is made nowhere.
-        rows, keys = (x[~tied | (table.category[rows] != Category.GRADIENT)] for x in (rows, keys))
+        needed = ~self._rows.only_summed(rows, keys)
+        rows, keys = rows[needed], keys[needed]
         gradient = keys >= 0
         death = table.death[rows]
         later = np.full(len(rows), sent, np.int64)
         inside = window.holds(death) & ~gradient
         later[inside] = copy.move(death[inside])
         ready = self._rows.ready_ticks(rows, keys, window)
-        later[gradient] = self._dropped if action.micro == 0 else copy.move(ready[gradient])
+        first_one = action.micro == 0 and not self._megatron  # whose buffer has the sum
+        later[gradient] = self._dropped if first_one else copy.move(ready[gradient])
         for key, tick in zip(keys[gradient].tolist(), ready[gradient].tolist(), strict=True):
             self._ready[self._step, key] = int(copy.move(tick))
         self._add(rows, copy.move(table.birth), later, copy, full=False, keys=keys)
         self._arriving_gradients(copy, sent)
+        if self._megatron and action.stage < self._stages.number - 1:
+            self._receive(copy.base, self._next_receive(action, plan))
         self._copy_ops(copy, Phase.BACKWARD)
         if first:
             self._persist(self._stages.forward[-1].end, int(NEVER) - 1, copy)
@@ -255,6 +265,8 @@ class StageReplay:
         """
         if self._waits_at_the_end:
             return plan.end
+        if self._megatron:  # ``deallocate_output_tensor``, once it is sent
+            return plan.copies[action][1].end
         backward = Action(False, action.stage, action.micro)
         ends = [plan.copies[backward][0].end]
         ahead = next(i for i, done in enumerate(self._order) if not done.forward)
@@ -263,7 +275,16 @@ class StageReplay:
             ends.append(plan.copies[self._order[forwards[-1] + 1]][0].end)
         return max(ends)
 
-    def _arriving_gradients(self, copy: _Copy, sent: int) -> None:
+    def _receive(self, base: int, until: int) -> None:
+        """What Megatron-LM receives before an action (``_communicate`` makes it)."""
+        self._add_one(self._stages.hidden, base, until, Category.COMMUNICATION)
+
+    def _next_receive(self, action: Action, plan: _Plan) -> int:
+        """``output_tensor_grad`` holds one gradient until the next has been received."""
+        following = Action(False, action.stage, action.micro + 1)
+        return plan.copies[following][0].base + 1 if following in plan.copies else plan.end
+
+    def _arriving_gradients(self, copy: Copy, sent: int) -> None:
         table, window = self._source.lifetimes, copy.window
         for row, tick in self._rows.added_to(window):
             death = int(table.death[row])
@@ -271,7 +292,7 @@ class StageReplay:
             birth = int(copy.move(tick))
             self._add_one(int(table.nbytes[row]), birth, later, Category.ACTIVATION_GRADIENT)
 
-    def _persist(self, start: int, end: int, copy: _Copy) -> None:
+    def _persist(self, start: int, end: int, copy: Copy) -> None:
         table = self._source.lifetimes
         kept = self._rows.kept & Window(start, end).holds(table.birth)
         for row in np.flatnonzero(kept).tolist():
@@ -279,7 +300,7 @@ class StageReplay:
 
     # -- adding ----------------------------------------------------------------------------------
 
-    def _copy_ops(self, copy: _Copy, phase: Phase) -> None:
+    def _copy_ops(self, copy: Copy, phase: Phase) -> None:
         ops = self._source.ops
         first, last = np.searchsorted(ops.tick, [copy.window.start, copy.window.end])
         parts: tuple[NDArray[Any], ...] = (ops.name, ops.module, ops.phase, ops.step, ops.tick, ops.recompute)
@@ -295,7 +316,7 @@ class StageReplay:
         rows: NDArray[np.int64],
         birth: Any,
         death: Any,
-        copy: _Copy | None,
+        copy: Copy | None,
         *,
         full: bool = True,
         keys: NDArray[np.int64] | None = None,
@@ -332,4 +353,4 @@ class _Plan:
     def __init__(self, start: int) -> None:
         self.start = start
         self.batch = self.end = self.tail = start
-        self.copies: dict[Action, list[_Copy]] = {}
+        self.copies: dict[Action, list[Copy]] = {}

@@ -11,6 +11,8 @@ from llmem.lifetimes import NEVER, Category, Ints, Touch
 from llmem.parallel.stages import Stages, Window
 
 Mask = NDArray[np.bool_]
+EMBEDDED = "embedding_dense_backward"
+"""The op that makes an embedding's gradient."""
 
 
 class StageRows:
@@ -30,9 +32,14 @@ class StageRows:
 
     @cached_property
     def kept(self) -> Mask:
-        """Workspaces that stay once they are there (cuBLAS): made by whoever comes first."""
+        """What stays once it is there (cuBLAS' workspaces): made by whoever comes first.
+
+        Activations and gradients do not: whatever outlives the traced step is a buffer of its code
+        (Megatron-LM's global memory buffer).
+        """
+        passing = (Category.GRADIENT, Category.ACTIVATION_GRADIENT, Category.INPUT)
         born = self._table.birth > self._source.step_ticks[0]
-        return born & (self._table.death == NEVER) & (self._table.category == Category.WORKSPACE)  # type: ignore[no-any-return]
+        return born & (self._table.death == NEVER) & ~np.isin(self._table.category, passing)  # type: ignore[no-any-return]
 
     @cached_property
     def embedded(self) -> Mask:
@@ -92,7 +99,8 @@ class StageRows:
         """The parameter whose gradient each row is, -1 for others.
 
         A tied parameter's gradient is made twice: on the last stage where the head's part is left
-        over for the embedding's backward, on the first by the embedding itself.
+        over for the embedding's backward, on the first by the embedding itself (DTensor's is as
+        large as the whole vocabulary, of which the gradient is a view).
         """
         table = self._table
         keys = np.where(table.category[rows] == Category.GRADIENT, table.key[rows], -1).astype(
@@ -100,17 +108,31 @@ class StageRows:
         )
         for key, nbytes in self.tied.items():
             keys[keys == key] = -1
-            same = np.flatnonzero(table.nbytes[rows] == nbytes)
             if stage == self._stages.number - 1:
+                same = np.flatnonzero(table.nbytes[rows] == nbytes)
                 mine = same[~self._stages.backward[stage].holds(table.death[rows[same]])]
             else:
-                name = "embedding_dense_backward"
-                mine = np.array(
-                    [i for i in same if self._source.op_name(int(table.birth_op[rows[i]])) == name],
-                    np.int64,
-                )
+                made = [self._source.op_name(int(op)) == EMBEDDED for op in table.birth_op[rows]]
+                mine = np.flatnonzero(made & (table.nbytes[rows] >= nbytes))
             keys[mine[:1]] = key
         return keys
+
+    def only_summed(self, rows: NDArray[np.int64], keys: NDArray[np.int64]) -> Mask:
+        """The sum of a tied parameter's two gradients, which no stage makes, and its operand.
+
+        The operand is the rank's own part of a DTensor's gradient, copied (``clone``) to be added.
+        """
+        table, tied = self._table, self.tied
+        found = np.isin(table.key[rows], list(tied)) & (keys < 0)
+        found &= table.category[rows] == Category.GRADIENT
+        for key, nbytes in tied.items():
+            for gradient in rows[keys == key].tolist():
+                if table.nbytes[gradient] > nbytes:
+                    after = (table.birth[rows] > table.birth[gradient]) & (keys < 0)
+                    found |= after & (table.nbytes[rows] == nbytes) & (
+                        table.module[rows] == table.module[gradient]
+                    )
+        return found  # type: ignore[no-any-return]
 
     def ready_ticks(
         self, rows: NDArray[np.int64], keys: NDArray[np.int64], window: Window

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from llmem.errors import LlmemError
-from llmem.lifetimes import TICK, Ints, Phase, Touch, Trace
+from llmem.lifetimes import NEVER, TICK, Ints, Phase, Touch, Trace
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def _turn(trace: Trace, names: list[list[str]], backward: int) -> int:
 
 
 def _handed_over(trace: Trace, stage: Window, following: Window) -> Ints:
-    """Rows that are made in one window and read in the next."""
-    made = stage.holds(trace.lifetimes.birth)
+    """Rows that are made in one window and read in the next, and do not stay."""
+    made = stage.holds(trace.lifetimes.birth) & (trace.lifetimes.death != NEVER)
     ticks = trace.ops.tick[trace.touch_op]
     reads = (trace.touch_kind == Touch.READ) & (ticks >= following.start) & (ticks < following.end)
     rows = np.unique(trace.touch_row[reads])

@@ -1,16 +1,17 @@
 """What a data-parallel engine shards, gathers and frees as one: a unit, and when it runs.
 
-A unit is a wrapped module (a transformer block) with the parameters that no unit inside it has;
-the root unit holds the rest (embedding, final norm, head).
+A unit is a wrapped module (a transformer block) with the parameters that no unit inside it has, or
+several modules that are wrapped as one; the root unit holds the rest (embedding, final norm, head).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmem.lifetimes import Parameter, Phase, Trace
+from llmem.lifetimes import Parameter, Phase, Span, Together, Trace
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Unit:
 
     ``forward[step]`` holds one window per forward call of micro-batches; ``backward[step]`` from
     before its first op in backward (recomputation included) to after its last. ``again[step]`` are
-    its calls inside backward, by recomputation.
+    its calls inside backward, by recomputation. ``takes_ids``: its input needs no gradient.
     """
 
     name: str
@@ -36,41 +37,47 @@ class Unit:
     forward: dict[int, list[Window]] = field(default_factory=dict)
     backward: dict[int, list[Window]] = field(default_factory=dict)
     again: dict[int, list[Window]] = field(default_factory=dict)
+    takes_ids: bool = False
 
     @property
     def trainable(self) -> list[Parameter]:
         return [p for p in self.parameters if p.trainable]
 
 
-def units_of(trace: Trace, wrapped: list[str]) -> list[Unit]:
+def units_of(
+    trace: Trace, wrapped: Sequence[str], together: Sequence[Together] = ()
+) -> list[Unit]:
     """The units for the wrapped module names, root first, then in the order of their first call.
 
-    Modules without parameters of their own (all shared with an earlier unit) still make a unit.
+    ``together``: units of several modules, or of an embedding. Modules without parameters of their
+    own (all shared with an earlier unit) still make a unit.
     """
     root_name = ""
-    names = [root_name, *wrapped]
-    owner = _owners(trace.modules, wrapped)
-    units = {name: Unit(name, [], name == root_name) for name in names}
+    units = {name: Unit(name, [], name == root_name) for name in [root_name, *wrapped]}
+    unit_of = {name: name for name in units}
+    for several in together:
+        units[several.name] = Unit(several.name, [], False, takes_ids=several.takes_ids)
+        unit_of |= dict.fromkeys(several.modules, several.name)
     for parameter in trace.parameters:
-        units[_owner_of(parameter.name, wrapped)].parameters.append(parameter)
+        units[unit_of[_owner_of(parameter.name, unit_of)]].parameters.append(parameter)
     _forward_windows(trace, units)
-    _backward_windows(trace, units, owner, names)
+    for several in together:
+        if len(several.modules) > 1:
+            _forward_of_several(trace, units[several.name], units[root_name], several.modules)
+    _backward_windows(trace, units, unit_of)
     called = [u for u in units.values() if u.forward and not u.is_root]
     called.sort(key=lambda unit: min(w[0].start for w in unit.forward.values()))
     return [units[root_name], *called]
 
 
-def _owner_of(name: str, wrapped: list[str]) -> str:
+def _owner_of(name: str, wrapped: Sequence[str] | Mapping[str, str]) -> str:
     """The innermost wrapped module that contains ``name`` ('' for the root)."""
     inside = [w for w in wrapped if name == w or name.startswith(w + ".")]
     return max(inside, key=len, default="")
 
 
-def _owners(modules: list[str], wrapped: list[str]) -> np.ndarray:
-    """Index into ['', *wrapped] of each module's unit."""
-    index = {name: i + 1 for i, name in enumerate(wrapped)}
-    index[""] = 0
-    return np.array([index[_owner_of(m, wrapped)] for m in modules], np.int64)
+def _is_again(span: Span) -> bool:
+    return span.phase is Phase.BACKWARD or span.recompute
 
 
 def _forward_windows(trace: Trace, units: dict[str, Unit]) -> None:
@@ -78,26 +85,51 @@ def _forward_windows(trace: Trace, units: dict[str, Unit]) -> None:
         unit = units.get(trace.modules[span.module])
         if unit is None or span.phase not in (Phase.FORWARD, Phase.BACKWARD):
             continue
-        again = span.phase is Phase.BACKWARD or span.recompute
-        calls = unit.again if again else unit.forward
+        calls = unit.again if _is_again(span) else unit.forward
         calls.setdefault(span.step, []).append(Window(span.enter, span.exit))
 
 
-def _backward_windows(
-    trace: Trace, units: dict[str, Unit], owner: np.ndarray, names: list[str]
-) -> None:
-    ops = trace.ops
+def _forward_of_several(trace: Trace, unit: Unit, root: Unit, modules: Sequence[str]) -> None:
+    """From the first call of the first of ``modules`` to the last one's, in each forward.
+
+    Where one of them does not run (a head whose weight alone is used), torch ends the unit with the
+    root (``_force_complete_incomplete_states``).
+    """
+    for step, forwards in root.forward.items():
+        for whole in forwards:
+            calls = {
+                trace.modules[span.module]: span
+                for span in trace.spans
+                if trace.modules[span.module] in modules
+                and not _is_again(span)
+                and whole.start <= span.enter
+                and span.exit <= whole.end
+            }
+            if calls:
+                start = min(span.enter for span in calls.values())
+                last = max(span.exit for span in calls.values())
+                end = last if len(calls) == len(modules) else whole.end
+                unit.forward.setdefault(step, []).append(Window(start, end))
+
+
+def _backward_windows(trace: Trace, units: dict[str, Unit], unit_of: dict[str, str]) -> None:
+    """``unit_of``: name of each wrapped module -> that of its unit."""
+    ops, modules = trace.ops, list(unit_of)
+    index = {name: i for i, name in enumerate(modules)}
+    owner = np.array([index[_owner_of(m, unit_of)] for m in trace.modules], np.int64)
     starts = [t for t in trace.phase_ticks if t[1] is Phase.BACKWARD]
     ends = _phase_ends(trace)
     next_tick = np.append(ops.tick[1:], trace.step_ticks[-1])
     # A unit's backward is around those of the units inside it.
-    inside = [[i for i, n in enumerate(names) if (n + ".").startswith(name + ".")] for name in names]
+    inside: dict[str, list[int]] = {name: [] for name in units}
+    for module, name in unit_of.items():
+        inside[name] += [i for i, n in enumerate(modules) if (n + ".").startswith(module + ".")]
     for tick, _, step in starts:
         end = ends[tick]
         first, last = np.searchsorted(ops.tick, [tick, end])
-        unit_of = owner[ops.module[first:last]]
-        for index, name in enumerate(names):
-            belongs = np.isin(unit_of, inside[index])
+        owners = owner[ops.module[first:last]]
+        for name in units:
+            belongs = np.isin(owners, inside[name])
             for call in units[name].again.get(step, []):
                 # One that other modules follow gets its gradient after all of that ran again.
                 after = np.flatnonzero(~ops.recompute[first:last] & (ops.tick[first:last] > call.start))

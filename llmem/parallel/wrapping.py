@@ -7,9 +7,12 @@ Read in torch/distributed/fsdp/wrap.py (``transformer_auto_wrap_policy``, ``_rec
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from llmem.errors import LlmemError
+from llmem.lifetimes import Together
 from llmem.spec import RunSpec
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -103,3 +106,40 @@ def _by_size_2(model: torch.nn.Module, least: int) -> list[str]:
             )
         found.append(name)
     return found
+
+
+def units_together(model: Any, spec: RunSpec) -> list[Together]:
+    """The units that accelerate makes beside the blocks: the embedding, and [final norm, head].
+
+    Read in accelerate 1.15's ``fsdp2_prepare_model``: the embedding is a unit of its own, or, where
+    the head has its weight, a part of the last one, which stays gathered after forward.
+    """
+    if spec.fsdp_units != "accelerate":
+        return []
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = set(wrapped_names(model, spec))
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    weights = [getattr(end, "weight", None) for end in ends]
+    tied = weights[0] is not None and weights[0] is weights[1]
+
+    def named(modules: list[Any]) -> tuple[str, ...]:
+        found = {names[id(module)] for module in modules if module is not None} - blocks
+        return tuple(name for name in names.values() if name in found)
+
+    norm = [_final_norm(model)]
+    first, last = (named([]), named(norm + ends)) if tied else (named(ends[:1]), named(norm + ends[1:]))
+    units = [Together(first, takes_ids=True, kept=False), Together(last, takes_ids=tied, kept=True)]
+    return [unit for unit in units if unit.modules]
+
+
+def _final_norm(model: Any) -> Any:
+    """The last child of the base model whose class has "Norm" in its name, as accelerate finds it.
+
+    A PeftModel's base is for accelerate the model with the head, where there is none: its norm stays
+    in the root.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    base = getattr(model, prefix, None) if prefix else model
+    children = base.children() if isinstance(base, torch.nn.Module) else ()
+    norms = [child for child in children if "Norm" in type(child).__name__]
+    return norms[-1] if norms else None

@@ -35,6 +35,7 @@ from llmem.parallel.zero3_linear import (
     keep_inputs_of_frozen_linears,
 )
 from llmem.parallel.zero3_owned import gathered_by_key, owned_by_module
+from llmem.parallel.zero3_whole import partition_whole_model
 from llmem.parallel.zero_layout import in_model_order
 from llmem.parallel.zero_options import ZeroOptions
 from llmem.parallel.zero_ready import Backward, backwards_of
@@ -125,14 +126,13 @@ class Zero3Pass:
         at = int(self.trace.step_ticks[0]) - TICK
         editor.drop(np.unique(np.array([p.row for p in self.parameters], np.int64)))
         on_gpu = options.offload_param == "none"
-        for parameter in self.parameters:
-            if not parameter.trainable and (on_gpu or self._persists(parameter)):
-                editor.add(
-                    self._shard(parameter) * parameter.itemsize,
-                    editor.at(at),
-                    category=Category.PARAMETER,
-                    key=parameter.key,
-                )
+        if options.zero_init:
+            for parameter in self.parameters:
+                if not parameter.trainable and (nbytes := self._part_on_gpu(parameter)):
+                    place, category = editor.at(at), Category.PARAMETER
+                    editor.add(nbytes, place, category=category, key=parameter.key)
+        else:
+            partition_whole_model(editor, self.parameters, self._part_on_gpu, at)
         numel = sum(self._shard(p) for p in self.trained)
         if on_gpu:
             editor.add(numel * options.itemsize, editor.at(at), category=Category.PARAMETER)
@@ -148,6 +148,11 @@ class Zero3Pass:
         if options.world > 1:
             for parameter in self.trained:  # create_reduce_and_remove_grad_hooks
                 editor.free(editor.add(self._whole(parameter), editor.at(at)), at)
+
+    def _part_on_gpu(self, parameter: Parameter) -> int:
+        """Bytes of the part that this rank keeps there."""
+        there = self.options.offload_param == "none" or self._persists(parameter)
+        return self._shard(parameter) * parameter.itemsize if there else 0
 
     def _persists(self, parameter: Parameter) -> bool:
         return self.gathered[parameter.key].persistent

@@ -25,6 +25,12 @@ VERSION = "0.19.8"
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
+_LOADED = {
+    True: "parameters partitioned while they are loaded (zero.Init)",
+    False: "the whole model loaded and cast on the host by every process, moved to its GPU and "
+    "partitioned there (--zero-init false)",
+}
+
 AUTO = {
     "reduce_bucket_size": (1.0, 2),
     "stage3_prefetch_bucket_size": (0.9, 2),
@@ -54,6 +60,7 @@ class ZeroOptions:
     overlap: bool
     offload_optimizer: str = "none"
     offload_param: str = "none"
+    zero_init: bool = True
     notes: tuple[str, ...] = ()
 
     @property
@@ -105,6 +112,7 @@ def options_of(trace: Trace, spec: RunSpec) -> ZeroOptions:
         overlap=zero.overlap_comm if zero.overlap_comm is not None else stage == 3,
         offload_optimizer=optimizer,
         offload_param=param,
+        zero_init=spec.zero_init,
     )
     return _with_notes(options, config, notes, trained)
 
@@ -124,7 +132,7 @@ def _with_notes(
     ]
     if stage == 3:
         told.append(
-            "zero3: parameters partitioned while they are loaded (zero.Init), "
+            f"zero3: {_LOADED[options.zero_init]}, "
             f"prefetch {options.prefetch_bucket:,}, live {zero.max_live_parameters:,}, reuse "
             f"distance {zero.max_reuse_distance:,}, persistence {options.persistence:,} elements"
         )

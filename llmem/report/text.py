@@ -203,6 +203,10 @@ def print_plan(result: Any, console: Console | None = None) -> None:
             f"[bold green]take {result.pick.strategy}, batch {result.pick.batch} per GPU, "
             f"{result.pick.batch * batches} sequences per step[/bold green]"
         )
+    if result.assumptions:
+        console.print("\n[bold]Assumed[/bold]")
+    for note in result.assumptions:
+        console.print(f"  · {escape(note)}")
 
 
 def print_record(record: dict[str, Any], console: Console | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from llmem.errors import LlmemError
+from llmem.installed import installed
 from llmem.trace import older_habits
 
 Note = Callable[[str], None]
@@ -22,14 +23,22 @@ def behave_like(version: str | None, note: Note) -> Iterator[None]:
     """transformers keeps the habits that it had in ``version`` (None: none but its own).
 
     ``note`` receives a sentence for each habit. Raises LlmemError if ``version`` is no version or
-    older than what is known (4.39).
+    older than what is known (4.39), or if the installed transformers has a habit that it had not.
     """
     with ExitStack() as stack:
         if version is not None:
-            asked = _parse(version)
+            asked, here = _parse(version), _parse(installed("transformers"))
             for given_up, habit, sentence in _HABITS:
-                if asked < given_up:
+                if here < given_up <= asked:
+                    raise LlmemError(
+                        f"the installed transformers {installed('transformers')} still has a habit of "
+                        f"before {given_up[0]}.{given_up[1]} ({sentence}); install that or a later "
+                        f"version to trace as {version}"
+                    )
+                # An older installation has the habit itself; that of SDPA changed once before.
+                if asked < given_up and (here >= given_up or habit is _contiguous_sdpa):
                     stack.enter_context(habit(asked))
+                if asked < given_up:
                     note(f"as transformers {version}: {sentence}")
         yield
 

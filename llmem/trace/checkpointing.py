@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from llmem.errors import LlmemError
+from llmem.installed import installed
 from llmem.spec import RunSpec, checkpoints_reentrantly
 
 aten = torch.ops.aten
@@ -138,7 +139,13 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 def _only_every(model: torch.nn.Module, step: int) -> None:
     """Checkpoint layers 0, ``step``, 2 ``step``, … of those that can be."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError:
+        raise LlmemError(
+            "--checkpoint-every needs transformers 4.53 or later, whose layers checkpoint themselves; "
+            f"{installed('transformers')} is installed"
+        ) from None
 
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:

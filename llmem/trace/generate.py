@@ -14,11 +14,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from llmem.errors import LlmemError
+from llmem.installed import installed
 from llmem.lifetimes import Category, Phase
 from llmem.spec import RunSpec
 from llmem.trace.batch import Batch
@@ -35,6 +37,13 @@ EDGE = 4
 
 def check_generation(spec: RunSpec) -> None:
     """Raises LlmemError for what ``--task generate`` does not know."""
+    try:
+        import_module("transformers.cache_utils").DynamicSlidingWindowLayer
+    except AttributeError:
+        raise LlmemError(
+            "--task generate needs transformers 4.56 or later, whose caches are made of layers; "
+            f"{installed('transformers')} is installed"
+        ) from None
     if spec.strategy != "none" or spec.gpus > 1:
         raise LlmemError(
             "--task generate is modelled on one GPU; leave out --strategy, --gpus, --tp and --pp"
@@ -43,6 +52,10 @@ def check_generation(spec: RunSpec) -> None:
         raise LlmemError(
             "--bf16 and --fp16 are mixed precision of training; for --task generate say what is "
             "loaded: --param-dtype bf16"
+        )
+    if spec.liger or spec.kernels != "model" or spec.packed:
+        raise LlmemError(
+            "--liger, --kernels and --packed are of training; leave them out with --task generate"
         )
 
 
@@ -196,7 +209,9 @@ class GenerationRecorder(Recorder):
         ``unfinished_sequences.max() == 0`` ends greedy search, the conjunction of
         ``_beam_search_has_unfinished_sequences`` goes on with beam search, whose results are
         as long as the longest beam (``max``); prompts end without padding (``sum > 0``) and
-        special tokens (``torch.tensor(pad_token_id)``) have a number other than 0.
+        special tokens (``torch.tensor(pad_token_id)``) have a number other than 0. Until 5.0 it asks
+        whether positions, made by ``- 1`` or ``+ 1``, have run past the ids
+        (``cache_position[-1] >= input_ids.shape[1]``); they never have.
         """
         ref = self._live.get(tensor.untyped_storage()._cdata)
         op = self._rows[ref.row][BIRTH_OP] if ref is not None else -1
@@ -211,6 +226,8 @@ class GenerationRecorder(Recorder):
         if question == "lift_fresh":
             return 1
         if question == "gt" and "sum" in inputs:
+            return False
+        if question == "ge" and ("sub" in inputs or "add" in inputs):
             return False
         return super()._answer(tensor)
 

@@ -151,6 +151,14 @@ def _check_strategy(model: torch.nn.Module, spec: RunSpec, kind: str) -> None:
         raise LlmemError(
             f"{kind} weights are not cut by --tp or --pp here; use --strategy ddp or fsdp"
         )
+    if spec.strategy == "fsdp2" and kind != "int8":
+        if spec.fsdp_units != "accelerate" or spec.bnb_4bit_quant_storage != "uint8":
+            raise LlmemError(
+                f"{kind} weights under fsdp2 are modelled as accelerate leaves them, whole on each "
+                "GPU; use --fsdp-units accelerate and --bnb-4bit-quant-storage uint8, or --strategy "
+                "fsdp"
+            )
+        return
     if spec.strategy in ("zero3", "gemini", "fsdp2"):
         raise LlmemError(
             f"{kind} weights under {spec.strategy} are not modelled; use --strategy ddp or fsdp"
@@ -179,7 +187,6 @@ def _replace_layers(model: Any, bits: FourBit | None, habits: Habits) -> int:
     """Quantise the layers that transformers would; returns how many weights they have."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     count = 0
@@ -188,7 +195,7 @@ def _replace_layers(model: Any, bits: FourBit | None, habits: Habits) -> int:
         turned = isinstance(module, Conv1D)
         if not (turned or type(module) is torch.nn.Linear):
             continue
-        if not should_convert_module(name, kept):
+        if not _converts(name, kept):
             continue
         weight = module.weight.detach()
         weight = weight.t().contiguous() if turned else weight
@@ -205,6 +212,16 @@ def _replace_layers(model: Any, bits: FourBit | None, habits: Habits) -> int:
     if not count:
         raise LlmemError(f"{type(model).__name__} has no linear layer that bitsandbytes quantises")
     return count
+
+
+def _converts(name: str, kept: list[str]) -> bool:
+    """Whether transformers quantises the layer of that name, with ``kept`` the names it leaves."""
+    try:
+        from transformers.quantizers.quantizers_utils import should_convert_module
+    except ImportError:  # 4.x: integrations/bitsandbytes.py, _replace_with_bnb_linear
+        last = name.rpartition(".")[2]
+        return last not in kept and not any(key == name or f"{key}." in name for key in kept)
+    return should_convert_module(name, kept)
 
 
 def _four_bit(model: Any, spec: RunSpec, kind: str, notes: list[str]) -> FourBit:

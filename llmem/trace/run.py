@@ -13,8 +13,9 @@ import torch
 
 from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile, get_device
+from llmem.installed import installed
 from llmem.lifetimes import Category, Phase, Trace
-from llmem.parallel.wrapping import wrapped_names
+from llmem.parallel.wrapping import units_together, wrapped_names
 from llmem.spec import RunSpec
 from llmem.trace import standins
 from llmem.trace.adapters import as_on_the_host
@@ -70,7 +71,7 @@ def trace_spec(
     alone = nullcontext() if group == 1 or device != "meta" else rank_of(group, rank)
     if spec.pp > 1:
         spec, steps = one_micro_batch(spec), 1
-    with alone, layers_known(spec, device):
+    with alone, quiet(), layers_known(spec, device):
         return _trace_spec(spec, device, steps or spec.steps, compute_dtype)
 
 
@@ -116,6 +117,7 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
     trace = recorder.finish()
     trace.masters = {p.key: masters[p.name] for p in trace.parameters}
     trace.wrapped = wrapped_names(prepared.model, spec)
+    trace.together = units_together(prepared.model, spec)
     cut = sharded_dimensions(prepared.model)
     trace.sharded = {p.key: cut[p.name] for p in trace.parameters if p.name in cut}
     return trace
@@ -134,11 +136,28 @@ def _run(prepared: Prepared, recorder: Recorder, stack: ExitStack, steps: int) -
                 prepared.step()
     except (NotImplementedError, RuntimeError) as error:
         raise LlmemError(_untraceable(prepared.model, recorder, error)) from error
+    except ValueError as error:  # raised by models that look at their arguments
+        raise LlmemError(
+            f"{type(prepared.model).__name__} of transformers {installed('transformers')} refuses the "
+            f"batch: {str(error).strip().rstrip('.')}; install another version, or trace a step of "
+            "your own"
+        ) from error
+
+
+_READS_VALUES = ("nonzero", "index", "_local_scalar_dense")
+"""Ops whose results depend on the values of a tensor, such as where a router sent each token."""
 
 
 def _untraceable(model: Any, recorder: Recorder, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     where = recorder.current_module() or type(model).__name__
+    here = installed("transformers")
+    if here.startswith("4.") and recorder.last_op() in _READS_VALUES:
+        return (
+            f"{type(model).__name__} of transformers {here} branches on values of tensors "
+            f"({recorder.last_op()} in {where}), which a trace on meta has not, as most experts did "
+            "before 5.0; install transformers 5.0 or later"
+        )
     return (
         f"{type(model).__name__} cannot be traced: in {where}, op {recorder.last_op() or 'none'}: "
         f"{first.rstrip('.')}; give the op a meta kernel (torch.library.register_fake) or trace "

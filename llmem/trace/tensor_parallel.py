@@ -252,10 +252,13 @@ def _propagation_unseen(stack: ExitStack) -> None:
     read its strides.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
     for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
         _replace(stack, ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
+    try:
+        from transformers.distributed.tensor_parallel import TensorParallelLayer
+    except ImportError:  # before 5.24, whose plan is refused; the other plans need none of it
+        return
     _replace(
         stack, TensorParallelLayer, "_from_local_last_dim_shard", staticmethod(_last_dim_shard)
     )

@@ -47,8 +47,8 @@ def check_tp_plan(spec: RunSpec) -> None:
         whose = "transformers' tp_plan" if spec.tp_plan == "transformers" else "Colossal-AI's plan"
         raise LlmemError(f"{whose} {why}; add --tp-plan torchtitan to {asked}")
     check_colossal(spec)
-    if asked and spec.pp > 1:
-        raise LlmemError(f"{asked} with --pp is not supported yet; leave one of them out")
+    if spec.loss_parallel and spec.pp > 1:
+        raise LlmemError("--loss-parallel with --pp is not supported yet; leave one of them out")
     if spec.loss_parallel and (spec.loss != "full" or spec.liger):
         raise LlmemError(
             "--loss-parallel splits torch's cross-entropy of all tokens; use --loss full "
@@ -81,8 +81,11 @@ def _check_megatron(spec: RunSpec) -> None:
             f"--tp-plan megatron with --strategy {spec.strategy} is not supported; use megatron, "
             "ddp or none"
         )
-    if spec.pp > 1:
-        raise LlmemError("--tp-plan megatron with --pp is not supported; leave --pp out")
+    if spec.pp > 1 and spec.strategy != "megatron":
+        raise LlmemError(
+            f"--tp-plan megatron with --pp and --strategy {spec.strategy} is not supported; use "
+            "--strategy megatron"
+        )
 
 
 # -- the plan --------------------------------------------------------------------------------------

@@ -86,6 +86,12 @@ def test_units_are_gathered_and_freed_in_the_documented_order() -> None:
         {"method": "lora", "bf16": True, "param_dtype": "bf16", "offload": "all"},
         {"bf16": True, "gpus": 4, "reshard_after_forward": 2, "offload": "all"},
         {"bf16": True, "gradient_accumulation_steps": 2, "offload": "all"},
+        {"fsdp_units": "accelerate", "reshard_after_forward": False},
+        {"fsdp_units": "accelerate", "method": "lora", "bf16": True, "param_dtype": "bf16"},
+        {
+            "fsdp_units": "accelerate", "method": "lora", "gradient_checkpointing": True,
+            "use_reentrant": True,
+        },
     ],
     ids=lambda fields: "-".join(fields),
 )
@@ -94,3 +100,13 @@ def test_the_pass_agrees_with_torch_to_the_byte(fields: dict[str, Any]) -> None:
     assert done.predicted.peak.requested == done.engine.peak
     assert predicted_unit_events(done.predicted) == done.engine.unit_events
     assert abs(done.phase_error) < 0.002
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_accelerates_units_differ_by_the_cast_of_the_loss(family: str) -> None:
+    """bf16: its ``output_dtype`` has the root cast the loss, which the pass leaves in fp32."""
+    model = {**FAMILIES[family], "num_hidden_layers": LAYERS, "n_layer": LAYERS}
+    fields: dict[str, Any] = {"model": model, "bf16": True, "fsdp_units": "accelerate"}
+    done = compare(spec_of().model_copy(update={**fields, "reduce_dtype": "bf16"}))
+    assert 0 <= done.predicted.peak.requested - done.engine.peak <= 4
+    assert done.same_order

@@ -77,8 +77,8 @@ def fields_of(tmp_path: Path, text: str, name: str = "config.yaml") -> dict[str,
 
 def test_accelerate_fsdp2(tmp_path: Path) -> None:
     assert fields_of(tmp_path, ACCELERATE_FSDP2) == {
-        "gpus": 4, "bf16": True, "strategy": "fsdp2", "reduce_dtype": "bf16",
-        "reshard_after_forward": False,
+        "gpus": 4, "bf16": True, "strategy": "fsdp2", "fsdp_units": "accelerate",
+        "reduce_dtype": "bf16", "reshard_after_forward": False,
     }  # fmt: skip
 
 
@@ -87,6 +87,13 @@ def test_accelerate_fsdp1(tmp_path: Path) -> None:
         "gpus": 2, "strategy": "fsdp", "reshard_after_forward": False,
         "backward_prefetch": "none", "use_orig_params": False, "gradient_checkpointing": True,
     }  # fmt: skip
+
+
+def test_accelerate_without_zero_init(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {zero_stage: 3, "
+    fields = {"gpus": 4, "strategy": "zero3"}
+    assert fields_of(tmp_path, text + "zero3_init_flag: true}\n") == fields
+    assert fields_of(tmp_path, text + "zero3_init_flag: false}\n") == fields | {"zero_init": False}
 
 
 def test_trl_and_what_it_does_not_say(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def test_copies_and_parts_of_fsdp2(tmp_path: Path) -> None:
         "  parallelism_config_dp_shard_size: 4, parallelism_config_tp_size: 1}\n"
     )
     assert fields_of(tmp_path, text) == {
-        "gpus": 8, "strategy": "fsdp2", "reduce_dtype": "fp32", "dp_replicate_size": 2,
-        "hybrid_shard": 4,
+        "gpus": 8, "strategy": "fsdp2", "fsdp_units": "accelerate", "reduce_dtype": "fp32",
+        "dp_replicate_size": 2, "hybrid_shard": 4,
     }  # fmt: skip
 
 
@@ -59,7 +59,8 @@ def test_copies_and_parts_of_fsdp2(tmp_path: Path) -> None:
 def test_what_is_wrapped(tmp_path: Path, section: str, wrapped: dict[str, Any]) -> None:
     text = f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2, {section}}}\n"
     fields = fields_of(tmp_path, text)
-    assert {k: v for k, v in fields.items() if k.startswith("fsdp_")} == wrapped
+    said = {k: v for k, v in fields.items() if k.startswith("fsdp_")}
+    assert said == {"fsdp_units": "accelerate", **wrapped}
 
 
 def test_training_arguments(tmp_path: Path) -> None:
@@ -68,7 +69,8 @@ def test_training_arguments(tmp_path: Path) -> None:
         "fsdp_config: {transformer_layer_cls_to_wrap: [A], cpu_offload: true, xla: false}\n"
     )
     assert fields_of(tmp_path, text) == {
-        "bf16": True, "strategy": "fsdp2", "reduce_dtype": "bf16", "offload": "all",
+        "bf16": True, "strategy": "fsdp2", "fsdp_units": "accelerate", "reduce_dtype": "bf16",
+        "offload": "all",
         "fsdp_transformer_layer_cls_to_wrap": ("A",),
     }  # fmt: skip
     assert read_config(tmp_path / "config.yaml").unused == ["fsdp_config.xla"]
@@ -95,4 +97,7 @@ def test_a_real_trainers_arguments(tmp_path: Path) -> None:
         fsdp_config={"reshard_after_forward": False},
     )  # fmt: skip
     fields, _ = trainer_fsdp(args.fsdp, args.fsdp_config)
-    assert fields == {"strategy": "fsdp2", "reduce_dtype": "fp32", "reshard_after_forward": False}
+    assert fields == {
+        "strategy": "fsdp2", "fsdp_units": "accelerate", "reduce_dtype": "fp32",
+        "reshard_after_forward": False,
+    }  # fmt: skip

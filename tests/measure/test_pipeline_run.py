@@ -35,6 +35,7 @@ def test_measured_memory_of_two_stages_is_what_is_predicted() -> None:
         spec(),
         spec(GPT2, pp_schedule="gpipe", gradient_checkpointing=True),
         spec(pp_schedule="interleaved", method="lora", lora_r=3),
+        spec(strategy="fsdp2", pp_schedule="interleaved", reshard_after_forward=True),
     ]
     for record in measure_all(specs, timeout_s=240):
         for rank in record["ranks"]:
@@ -50,8 +51,8 @@ def test_measured_memory_of_two_stages_is_what_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"gpus": 4, "tp": 2}, "--pp with --tp cannot be measured"),
-        ({"gpus": 4, "strategy": "fsdp2"}, "--pp with --strategy fsdp2 cannot be measured"),
+        ({"gpus": 8, "tp": 2, "strategy": "ddp"}, "--pp with --tp and --strategy ddp cannot be"),
+        ({"gpus": 4, "strategy": "zero1"}, "--pp with --strategy zero1 cannot be measured"),
         ({"hold_outputs": True}, "a pipeline's schedule runs forward and backward itself"),
     ],
 )

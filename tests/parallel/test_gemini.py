@@ -90,7 +90,8 @@ def test_states_are_slices_of_the_shards() -> None:
 def test_what_gemini_has_not() -> None:
     trace = toy_trace()
     for fields, said in (
-        ({"offload": "all"}, "placement"),
+        ({"offload": "optimizer"}, "use --placement-policy cpu or auto"),
+        ({"placement_policy": "auto"}, "name it with --gpu"),
         ({"gradient_accumulation_steps": 2}, "accumulate"),
         ({"optim": "sgd"}, "HybridAdam alone, not sgd"),
     ):

@@ -228,6 +228,23 @@ def test_who_holds_which_parameters(tied: bool) -> None:
         assert table.nbytes[gradients].sum() == table.nbytes[weights].sum()
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_tied_embeddings_of_tensor_parallel_stages(sp: bool) -> None:
+    """DTensor's gradient of an embedding is a view of one of all 102 tokens, on the first stage."""
+    found = estimate(
+        model={**TINY, "tie_word_embeddings": True}, gpus=4, tp=2, pp=2, micro_batches=2,
+        per_device_train_batch_size=2, seq_length=8, param_dtype="fp32", gpu="cpu",
+        tp_plan="torchtitan", sp=sp,
+    )  # fmt: skip
+    half = EMBEDDING // 2 * FLOAT
+    for rank, expected in zip(found.ranks, (2 * half, half), strict=True):
+        table = rank.table.lifetimes
+        gradients = (table.category == Category.GRADIENT) & (table.death == NEVER) & (table.key == 0)
+        assert table.nbytes[gradients].tolist() == [expected]
+        received = table.nbytes[table.category == Category.COMMUNICATION][:2]
+        assert set(received.tolist()) == {8 * 32 * FLOAT // (2 if sp else 1)}
+
+
 def test_one_communicator_per_mesh_dimension() -> None:
     device = get_device("h100-80gb")
     spec = make_spec(model="gpt2", gpus=64, tp=8, pp=4, strategy="ddp", gpu="h100-80gb")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 import llmem
 from llmem.lifetimes import Category, Lifetimes, Trace
 from llmem.parallel import ranks_of
 from llmem.parallel.zero3_coordinator import Coordinator, Gathered, Group, Limits
 from llmem.spec import make_spec
+from llmem.timeline import replay
 from tests.parallel.toy import toy_trace
 
 WEIGHT = 144
@@ -157,6 +159,22 @@ def test_what_stays_on_each_rank() -> None:
     assert list(sizes.values()) == [[half], [half], [half]]
     bucket = stays & (lifetimes.category == Category.COMMUNICATION)
     assert lifetimes.nbytes[bucket].tolist() == [160]
+
+
+@pytest.mark.parametrize(("offload", "peak"), [("none", 3 * WEIGHT + WEIGHT // 2), ("all", 3 * WEIGHT)])
+def test_a_whole_model_is_partitioned_one_weight_after_the_other(offload: str, peak: int) -> None:
+    spec = make_spec(
+        model="toy", strategy="zero3", gpus=2, optim="sgd", zero_init=False, offload=offload,
+        deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+    )  # fmt: skip
+    [only] = ranks_of(toy_trace(), spec)
+    parameters = only.lifetimes.take(only.lifetimes.category == Category.PARAMETER)
+    # all three, and the part of the first: one weight's half for each that follows goes in its place
+    assert replay(parameters, exact=True).requested.max() == peak
+    [emptied] = only.trace.cache_emptied
+    assert not parameters.alive_at(emptied).any()
+    assert emptied < only.trace.step_ticks[0]
+    assert any("--zero-init false" in line for line in only.assumptions)
 
 
 def test_sub_groups_have_masters_of_their_own() -> None:

@@ -186,8 +186,8 @@ def test_replicas_of_a_sharded_model() -> None:
         ({"sp": True, "padding": True}, "leave --padding out"),
         ({"sp": True, "attn_implementation": "eager"}, "--sp leaves no mask for eager attention"),
         (
-            {"sp": True, "gpus": 4, "pp": 2, "micro_batches": 1},
-            "--sp with --pp is not supported yet",
+            {"loss_parallel": True, "gpus": 4, "pp": 2, "micro_batches": 1},
+            "--loss-parallel with --pp is not supported yet",
         ),
         ({"loss_parallel": True, "liger": True}, "--loss-parallel splits torch's cross-entropy"),
         ({"model": "gpt2"}, "plan does not know GPT2LMHeadModel"),

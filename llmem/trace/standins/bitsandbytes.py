@@ -190,18 +190,18 @@ def known_to_peft() -> Iterator[None]:
 
     before = sys.modules.get("bitsandbytes")
     loaded = _peft_modules()
-    theirs = {name: module.bnb for name, module in loaded.items()}
+    theirs = {name: module.bnb for name, module in loaded.items() if hasattr(module, "bnb")}
     sys.modules["bitsandbytes"] = library()
-    for module in loaded.values():
-        module.bnb = library()
+    for name in theirs:
+        loaded[name].bnb = library()
     _forget(import_utils)
     try:
         yield
     finally:
         for name in _peft_modules().keys() - loaded.keys():
             del sys.modules[name]
-        for name, module in loaded.items():
-            module.bnb = theirs[name]
+        for name, real in theirs.items():
+            loaded[name].bnb = real
         del sys.modules["bitsandbytes"]
         if before is not None:
             sys.modules["bitsandbytes"] = before

@@ -39,14 +39,15 @@ Forward = Callable[..., Any]
 
 
 @contextmanager
-def kernels(model: torch.nn.Module, device: DeviceProfile) -> Iterator[None]:
+def kernels(model: torch.nn.Module, device: DeviceProfile) -> Iterator[list[str]]:
     """Norms, RoPE, MLPs and experts of ``model`` are Liger's for a while.
 
-    Raises LlmemError if Liger has no patch for this type of model.
+    Yields what is assumed, in words. Raises LlmemError if Liger has no patch for this type of model.
     """
     inner: Any = _bare(model)
     family = FAMILIES[_model_type(inner)]
     code = sys.modules[type(inner).__module__]
+    changed: set[str] = set()
     with ExitStack() as stack:
         if family.rope and hasattr(code, family.rope):
             stack.enter_context(replaced(code, family.rope, _ROPES[family.rope]))
@@ -56,7 +57,8 @@ def kernels(model: torch.nn.Module, device: DeviceProfile) -> Iterator[None]:
             forward = _forward_of(name, module, family, device.sm_count, is_last=module is last)
             if forward is not None:
                 stack.enter_context(replaced(module, "forward", forward))
-        yield
+                changed.add(name.rsplit(".", 1)[-1])
+        yield [liger_moe.BALANCED] if "experts" in changed else []
 
 
 @contextmanager

@@ -17,6 +17,8 @@ TILE_ROWS = 64
 ROUTED = 1024
 """Choices that a block of the router's histogram counts."""
 
+BALANCED = "Liger: every expert gets the same number of tokens (tiles of its fused experts, a few KiB)"
+
 
 def fused_moe(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor,

@@ -51,8 +51,10 @@ def stand_ins_for(
                 else "dense, without a mask"
             ))  # fmt: skip
         if spec.liger:
-            stack.enter_context(liger.kernels(model, device))
+            assumed = stack.enter_context(liger.kernels(model, device))
             note("Liger: norms, RoPE, MLPs as its Trainer patch has them (linkedin/Liger-Kernel 0.8)")
+            for sentence in assumed:
+                note(sentence)
         if wants_loss:
             note(stack.enter_context(liger.loss(model, by_default=spec.loss != "liger")))
         if fused:
