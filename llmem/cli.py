@@ -5,6 +5,7 @@ Everything heavy is imported inside the commands, so that ``--help`` answers at 
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ class _Group(click.Group):
         except LlmemError as error:
             click.echo(f"llmem: {error}", err=True)
             ctx.exit(2)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo("llmem: no space is left where the output goes; choose another place", err=True)
+            ctx.exit(2)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,12 +51,14 @@ def main() -> None:
 @click.option("--html", "html_out", metavar="PATH", help="Write a page with the timeline.")
 @click.option("--snapshot", metavar="PATH", help="Write a pickle for pytorch.org/memory_viz.")
 @click.option("--explain", is_flag=True, help="List the largest storages alive at the peak.")
-@click.option("--top", type=click.IntRange(1), default=12, help="How many --explain lists.")
+@click.option("--top", type=click.IntRange(1), help="How many --explain lists; default: 12.")
 def estimate(model: str, **options: Any) -> None:
     """Predict the memory of one run: peak, when, and because of what.
 
     MODEL is a preset (see `llmem models`), a Hub id, a folder or a config.json.
     """
+    if options["top"] is not None and not options["explain"]:
+        raise LlmemError("--top says how many --explain lists; add --explain")
     fields = spec_fields(model, options)
     from llmem.progress import working
 
@@ -70,7 +78,7 @@ def estimate(model: str, **options: Any) -> None:
     if options["explain"]:
         from llmem.explain import largest_at_peak
 
-        held = largest_at_peak(result.worst, options["top"])
+        held = largest_at_peak(result.worst, options["top"] or 12)
         document["explain"] = [item.to_json() for item in held]
     if _write_json(document, options["json_out"]):
         return
@@ -291,7 +299,7 @@ def models(json_out: str | None) -> None:
     for entry in document:
         count = entry["parameters"]
         size = f"{count:,}" if isinstance(count, int) else str(count)
-        click.echo(f"{entry['name']:32} {size:>18}  {entry['hub_id']}")
+        click.echo(f"{entry['name']:32} {size:>15}  {entry['hub_id']}")
 
 
 @main.command()

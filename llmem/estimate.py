@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmem._callable import make_callable
-from llmem.errors import LlmemError
 from llmem.gpu.alloc_conf import AllocConf
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.installed import installed
@@ -270,8 +269,8 @@ def _assumptions(
     notes = [
         *spec.notes,
         *notes_on_unused(spec),
-        f"batch: {spec.per_device_train_batch_size} x {spec.seq_length} tokens, full length, "
-        "no padding",
+        f"batch: {spec.per_device_train_batch_size} x {spec.seq_length} tokens, "
+        + ("padded to that length" if spec.padding else "full length, no padding"),
         *trace.assumptions,
     ]
     for table in tables[:1]:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import click
 
+from llmem.errors import LlmemError
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _WHAT = [
@@ -257,6 +259,8 @@ def spec_fields(
     reshard = fields.get("reshard_after_forward")
     if reshard is not None:
         words = {"true": True, "false": False}
+        if reshard.lower() not in words and not reshard.isdecimal():
+            raise LlmemError(f"--reshard-after-forward {reshard}: write true, false or a number of GPUs")
         fields["reshard_after_forward"] = words.get(reshard.lower(), reshard)
     from_files, notes = read_configs(options.pop("config", ()))
     found = {"model": model, **from_files, **fields, "notes": notes}

@@ -30,6 +30,10 @@ Task = Literal["train", "generate"]
 CacheImplementation = Literal["dynamic", "static"]
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
 
+MOST_TOKENS = 2**31 - 1
+"""Of a micro-batch on one GPU: what an int32 counts, as kernels do; far from any real batch."""
+
+
 class RunSpec(BaseModel):
     """One fine-tuning run. Raises LlmemError (one sentence) if it makes no sense."""
 
@@ -200,6 +204,8 @@ class RunSpec(BaseModel):
     def _check(self) -> RunSpec:
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 exclude each other; give one of them")
+        if self.tokens > MOST_TOKENS:
+            raise ValueError(f"{self.tokens:,} tokens per GPU are more than {MOST_TOKENS:,}; lower -b or -s")
         if self.optim not in OPTIMIZERS:
             raise ValueError(unknown_optimizer(self.optim))
         if self.gpus % (self.tp * self.pp):

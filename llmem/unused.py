@@ -60,6 +60,10 @@ RULES = (
         ("sdpa_backend",), lambda spec: spec.attn_implementation in (None, "sdpa"),
         "SDPA", "leave --attn-implementation out",
     ),
+    _Rule(
+        ("alloc_conf",), lambda spec: spec.gpu != "cpu",
+        "the CUDA allocator", "name another --gpu than cpu",
+    ),
     _Rule(("packed_documents",), lambda spec: spec.packed, "packed batches", "add --packed"),
     _Rule(
         ("max_new_tokens", "num_beams", "cache_implementation"),
@@ -114,7 +118,7 @@ RULES = (
     ),
 )  # fmt: skip
 
-OFF = (None, False, 0, 1, "none", "blocks")
+OFF = (None, False, 0, 1, "", "none", "blocks")
 """Defaults that ask for nothing: to say them where they change nothing is no mistake."""
 
 

@@ -41,8 +41,15 @@ class Config:
 
 
 def read_config(path: Path) -> Config:
-    """Raises LlmemError (one sentence) for a file that cannot be read or holds no mapping."""
+    """Raises LlmemError (one sentence) for a file that cannot be read or holds values of a wrong kind."""
     raw = _load(path)
+    try:
+        return _read(path, raw)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LlmemError(f"{path} has a value of a wrong kind, mend it there: {error}") from error
+
+
+def _read(path: Path, raw: dict[str, Any]) -> Config:
     if "zero_optimization" in raw or "train_micro_batch_size_per_gpu" in raw:
         return _deepspeed(path, raw)
     if "distributed_type" in raw:
@@ -146,13 +153,19 @@ def _accelerate(path: Path, raw: dict[str, Any]) -> Config:
 
 
 def _parallelism(config: Config, left: dict[str, Any]) -> None:
-    """accelerate's ``parallelism_config``: how many copies and how many parts of each."""
-    section = left.pop("parallelism_config", None) or {}
-    for key in ("dp_replicate_size", "dp_shard_size", "tp_size"):
-        size = section.pop(f"parallelism_config_{key}", None)
-        if size is not None and int(size) > 1:
-            ours = {"dp_shard_size": "hybrid_shard", "tp_size": "tp"}.get(key, key)
-            config.fields[ours] = int(size)
+    """accelerate's ``parallelism_config``: how many copies and how many parts of each.
+
+    A copy's parts are its mesh dimension ``dp_shard_cp``: those of dp_shard_size and of cp_size.
+    """
+    section = dict(left.pop("parallelism_config", None) or {})
+    names = {"dp_replicate_size": "dp_replicate_size", "tp_size": "tp", "cp_size": "cp"}
+    for key, ours in names.items():
+        size = int(section.pop(f"parallelism_config_{key}", None) or 1)
+        if size > 1:
+            config.fields[ours] = size
+    shard = int(section.pop("parallelism_config_dp_shard_size", None) or 1)
+    if shard > 1:
+        config.fields["hybrid_shard"] = shard * config.fields.get("cp", 1)
     config.unused += sorted(section)
 
 

@@ -28,7 +28,13 @@ WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
 def truth(value: Any) -> bool:
-    return value if isinstance(value, bool) else str(value).lower() in ("true", "1", "yes", "on")
+    """``value`` as a bool. Raises LlmemError for what is neither true nor false."""
+    words = {"true": True, "1": True, "yes": True, "on": True, "auto": False,
+             "false": False, "0": False, "no": False, "off": False, "none": False, "": False}  # fmt: skip
+    found = value if isinstance(value, bool) else words.get(str(value).lower())
+    if found is None:
+        raise LlmemError(f"a config file has {value!r} where true or false belongs; write one of them")
+    return found
 
 
 def names(value: Any) -> tuple[str, ...]:
@@ -47,6 +53,8 @@ def accelerate_fsdp(
     """
     left = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
     version = str(left.pop("version", "1"))
+    if version not in ("1", "2"):
+        raise LlmemError(f"{path}: fsdp_version {version} is not known; use 1 or 2")
     sharding = str(left.pop("sharding_strategy", "FULL_SHARD")).upper()
     if sharding not in SHARDING:
         raise LlmemError(
@@ -94,7 +102,9 @@ def trainer_fsdp(
             f"fsdp {reshard} makes a copy on each node, whose GPUs it does not name; write full_shard "
             "and give --dp-replicate-size N"
         )
-    strategy, keep = SHARDING.get(name, ("fsdp", reshard is None or truth(reshard)))
+    strategy, keep = SHARDING.get(name, ("fsdp", None))
+    if name not in SHARDING:
+        keep = reshard is None or truth(reshard)
     fields: dict[str, Any] = {"strategy": "fsdp2" if version == 2 else strategy}
     if version == 2:
         fields["fsdp_units"] = "accelerate"

@@ -25,10 +25,15 @@ def prepare_model(model: torch.nn.Module, spec: RunSpec, mesh: Any, offload_poli
     without accelerate.
     """
     try:
-        from accelerate.utils import FullyShardedDataParallelPlugin
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+        from accelerate import __version__
+        from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
     except ImportError as error:
         raise LlmemError(f"--fsdp-units accelerate needs accelerate: {error}") from error
+    if not hasattr(fsdp_utils, "_find_final_norm"):
+        raise LlmemError(
+            f"accelerate {__version__} shards other units than 1.15, which --fsdp-units accelerate "
+            "stands for; install accelerate>=1.15"
+        )
     classes = spec.fsdp_transformer_layer_cls_to_wrap
     by = "size" if spec.fsdp_min_num_params else "none" if classes == () else "class"
     plugin = FullyShardedDataParallelPlugin(
@@ -49,7 +54,7 @@ def prepare_model(model: torch.nn.Module, spec: RunSpec, mesh: Any, offload_poli
         is_main_process=False,
         device=None,
     )
-    return fsdp2_prepare_model(accelerator, model)
+    return fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
 class _WholeMesh:

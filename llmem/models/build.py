@@ -100,8 +100,9 @@ def build(
     deferred = attn_implementation is not None and attn_implementation not in _TORCH_ATTENTION
     if attn_implementation is not None and not deferred:
         config._attn_implementation = attn_implementation
+    cls = _known_class(config.architectures)  # torch 2.6 cannot import it where meta is the default
     with _default_dtype(element_type), torch.device(device):
-        model = _instantiate(source, config, trust_remote_code)
+        model = _instantiate(source, config, cls, trust_remote_code)
         _tie(model)
     _keep_in_fp32(model, element_type)
     if deferred:
@@ -156,16 +157,17 @@ def _known_class(architectures: Any) -> type | None:
     """The transformers class that `architectures[0]` names, or None."""
     import transformers
 
+    base = transformers.PreTrainedModel
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     found = getattr(transformers, name, None) if isinstance(name, str) else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if is_model else None
+    return found if isinstance(found, type) and issubclass(found, base) else None
 
 
-def _instantiate(source: ModelSource, config: PretrainedConfig, trust: bool) -> nn.Module:
+def _instantiate(
+    source: ModelSource, config: PretrainedConfig, cls: type | None, trust: bool
+) -> nn.Module:
     import transformers
 
-    cls = _known_class(config.architectures)
     causal_lm: Any = transformers.AutoModelForCausalLM
     model: nn.Module
     try:
@@ -176,7 +178,9 @@ def _instantiate(source: ModelSource, config: PretrainedConfig, trust: bool) -> 
         else:
             # What the Auto classes call. Unlike the constructor it applies the library's patches.
             model = getattr(cls, "_from_config", cls)(config)
-    except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError,
+    ) as error:  # fmt: skip
         raise LlmemError(f"{source.name} cannot be built: {_first_sentence(error)}.") from error
     return model
 
@@ -243,5 +247,8 @@ def _defer_attention(model: nn.Module, name: str) -> None:
 
 
 def _first_sentence(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].split(". ")[0].strip(" .") if lines else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    heading = lines[0].strip()
+    if heading.endswith(":") and len(lines) > 1:  # huggingface_hub's validators: the reason is below
+        return f"{heading} {lines[1].strip(' .')}"
+    return heading.split(". ")[0].strip(" .")

@@ -74,8 +74,12 @@ def _from_preset(name: str) -> ModelSource | None:
 
 
 def _from_path(text: str) -> ModelSource | None:
-    path = Path(text).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError) as error:  # a part is too long, or there is no such user
+        raise LlmemError(f"{text[:80]} is no path that can be read: {error!s:.80}; check it") from error
+    if is_folder:
         file = path / "config.json"
         if not file.is_file():
             raise LlmemError(

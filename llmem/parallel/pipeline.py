@@ -18,10 +18,11 @@ them (stage.py, schedules.py):
 * the loss is computed in the last stage's forward and logits are dropped before backward; clipping
   and the optimizer see the rank's own parameters, and run for each rank.
 
-Megatron-LM's own 1F1B (``--strategy megatron``; megatron/core/pipeline_parallel/schedules.py at
-b387fadfa7, July 2023) has the same order and other buffers: each receive allocates, an input lives until
-its backward, a gradient until the next is received; an output is let go of when it has been sent
-(``deallocate_output_tensor``); every gradient goes into the buffer at once.
+Megatron-LM's own 1F1B (``--strategy megatron``; ``deallocate_output_tensor`` and
+``forward_backward_pipelining_without_interleaving`` in megatron/core/pipeline_parallel/schedules.py,
+read at 00611e6e) has the same order and other buffers: each receive allocates, an input lives until
+its backward, a gradient until the next is received; an output is let go of when it has been sent; every
+gradient goes into the buffer at once.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def ranks(
     ``trace`` is one step of one micro-batch without optimizer; ``make`` is the data-parallel
     engine's ``ranks``, called with each pipeline rank's own trace.
     """
+    if spec.strategy == "megatron" and spec.pp_schedule != "1f1b":
+        raise LlmemError(
+            f"--strategy megatron with --pp-schedule {spec.pp_schedule} is not modelled; use 1f1b"
+        )
     per_rank = spec.virtual_stages if spec.pp_schedule == "interleaved" else 1
     stages = stages_of(trace, spec.pp * per_rank)
     replicas = spec.gpus // spec.pp
@@ -119,8 +124,9 @@ def _with_rows(trace: Trace) -> Trace:
 def _note(spec: RunSpec, stages: Stages, most: int, per_rank: int) -> str:
     size = spec.per_device_train_batch_size // spec.pipeline_micro_batches
     virtual = f", {per_rank} stages per rank" if per_rank > 1 else ""
+    whose = "Megatron-LM" if spec.strategy == "megatron" else "torch.distributed.pipelining"
     return (
-        f"pipeline: {spec.pp_schedule} of torch.distributed.pipelining over {spec.pp} ranks"
+        f"pipeline: {spec.pp_schedule} of {whose} over {spec.pp} ranks"
         f"{virtual}, {spec.pipeline_micro_batches} micro-batches of {size} sequences, up to {most} "
         f"of them in flight on this rank, {stages.hidden:,} bytes sent per micro-batch"
     )

@@ -175,7 +175,10 @@ def fill_auto(raw: Mapping[str, Any], spec: RunSpec) -> tuple[dict[str, Any], li
 
     transformers/integrations/deepspeed.py, ``trainer_config_finalize``.
     """
-    zero, notes = dict(raw.get("zero_optimization") or {}), []
+    section = raw.get("zero_optimization") or {}
+    if not isinstance(section, Mapping):
+        raise LlmemError(f"ds_config: zero_optimization = {section!r} is no object; write one")
+    zero, notes = dict(section), []
     for name, (factor, power) in AUTO.items():
         if zero.get(name) == "auto":
             hidden = _hidden_size(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ def batch_maker(model: torch.nn.Module, spec: RunSpec, device: str) -> Callable[
         raise LlmemError(
             f"{type(model).__name__} has no config that tells its inputs; "
             "trace a step() of your own over it: llmem.trace(step, model=model)"
+        )
+    wanted = getattr(model, "main_input_name", "input_ids")
+    if wanted != "input_ids" and "input_ids" not in signature(model.forward).parameters:
+        raise LlmemError(
+            f"{type(model).__name__} is trained on {wanted}, not on tokens; trace a step() of your own "
+            "over it: llmem.trace(step, model=model)"
         )
     _check_length(config, spec)
     size = (spec.per_device_train_batch_size, spec.seq_length)

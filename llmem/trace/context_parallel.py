@@ -197,7 +197,7 @@ def torch_loop() -> Any:
     except ImportError:
         raise LlmemError(
             f"torch {torch.__version__} does not have context_parallel where 2.13 has it; install "
-            "torch 2.13 or use --cp-comm ulysses"
+            "torch 2.13"
         ) from None
 
 

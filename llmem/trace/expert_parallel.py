@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from llmem.errors import LlmemError
+from llmem.installed import installed
 from llmem.spec import RunSpec
 
 
@@ -64,7 +65,7 @@ def shard_experts(model: Any, spec: RunSpec, notes: list[str]) -> None:
 
     Raises LlmemError for models without experts, or whose experts ``spec.ep`` does not divide.
     """
-    if not getattr(model, "ep_plan", None):
+    if hasattr(model, "_expand_parallel_plan") and not getattr(model, "ep_plan", None):
         raise LlmemError(f"transformers has no ep_plan for {type(model).__name__}; leave --ep out")
     try:
         from transformers.distributed.expert_parallel import (
@@ -78,7 +79,8 @@ def shard_experts(model: Any, spec: RunSpec, notes: list[str]) -> None:
         apply_expert_parallelism(model, experts, batches, plan, ep_implementation=_NAME)
     except (ImportError, AttributeError) as error:
         raise LlmemError(
-            f"--ep needs transformers 5.24 or later, whose ep_plan exchanges tokens ({error})"
+            "--ep needs transformers 5.24 or later, whose ep_plan exchanges tokens; "
+            f"{installed('transformers')} is installed ({error})"
         ) from None
     except (ValueError, RuntimeError) as error:
         raise LlmemError(

@@ -37,13 +37,11 @@ EDGE = 4
 
 def check_generation(spec: RunSpec) -> None:
     """Raises LlmemError for what ``--task generate`` does not know."""
-    try:
-        import_module("transformers.cache_utils").DynamicSlidingWindowLayer
-    except AttributeError:
+    if not hasattr(import_module("transformers.cache_utils"), "DynamicSlidingWindowLayer"):
         raise LlmemError(
             "--task generate needs transformers 4.56 or later, whose caches are made of layers; "
             f"{installed('transformers')} is installed"
-        ) from None
+        )
     if spec.strategy != "none" or spec.gpus > 1:
         raise LlmemError(
             "--task generate is modelled on one GPU; leave out --strategy, --gpus, --tp and --pp"

@@ -29,6 +29,9 @@ ScratchFn = Callable[[str, Any, Any, str], list[Scratch]]
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default
+_PLAIN = (torch.Tensor,)
+"""What autograd's ``detach`` of what it saves has for types: no subclass."""
+
 _WAITS = ("wait_tensor", "_wrap_tensor_autograd")
 """Ops of ``_c10d_functional`` that return the tensor they were given."""
 
@@ -105,7 +108,7 @@ class Recorder(Place, TorchDispatchMode):
             if (key := self._whole[func]) is not None:
                 with self:
                     return func._op_dk(key, *args, **(kwargs or {}))
-        if types:
+        if types and types != _PLAIN:
             return self._take_apart(func, args, kwargs or {})
         kind = self._kinds.get(func)
         if kind is None:

@@ -108,7 +108,7 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
             stack.enter_context(stand_ins_for(spec, prepared.model, target, recorder.note))
             stack.enter_context(multi_tensor_ops_on_meta())
             stack.enter_context(autocast_for("cuda" if target.is_cuda else "cpu"))
-            if cuda and spec.cp > 1:
+            if cuda and spec.cp > 1 and spec.cp_comm != "ulysses":
                 stack.enter_context(sent_blocks_wait())
         stack.enter_context(as_on_the_host(prepared.model, device, cuda=cuda))
         stack.enter_context(behave_like(spec.as_transformers, recorder.note))
@@ -151,12 +151,14 @@ _READS_VALUES = ("nonzero", "index", "_local_scalar_dense")
 def _untraceable(model: Any, recorder: Recorder, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     where = recorder.current_module() or type(model).__name__
+    if "overflow" in first:
+        return f"the tensors of {where} are too large to count ({first}); lower -b or -s"
     here = installed("transformers")
     if here.startswith("4.") and recorder.last_op() in _READS_VALUES:
         return (
             f"{type(model).__name__} of transformers {here} branches on values of tensors "
-            f"({recorder.last_op()} in {where}), which a trace on meta has not, as most experts did "
-            "before 5.0; install transformers 5.0 or later"
+            f"({recorder.last_op()} in {where}), which a trace on meta has not; later versions do so in "
+            "fewer models (experts: since 5.0), so install 5.24"
         )
     return (
         f"{type(model).__name__} cannot be traced: in {where}, op {recorder.last_op() or 'none'}: "

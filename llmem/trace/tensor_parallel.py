@@ -22,6 +22,7 @@ import torch
 from torch.library import Library
 
 from llmem.errors import LlmemError
+from llmem.installed import installed
 from llmem.spec import RunSpec
 from llmem.trace import tp_colossal, tp_megatron, tp_plans
 
@@ -73,7 +74,7 @@ def _untie(model: torch.nn.Module) -> None:
 
 def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
     """The plan with its layer numbers filled in: name of a module or parameter -> style."""
-    if not getattr(model, "tp_plan", None):
+    if hasattr(model, "_resolve_parallel_plans") and not getattr(model, "tp_plan", None):
         raise LlmemError(f"transformers has no tp_plan for {type(model).__name__}; leave --tp out")
     tp_plans.check_heads(model, spec)
     try:
@@ -83,7 +84,8 @@ def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
         return dict(resolve(DistributedConfig(tp_size=spec.tp, ep_size=spec.ep))[0])
     except (ImportError, AttributeError) as error:
         raise LlmemError(
-            f"--tp needs transformers 5.24 or later, which shards by DTensor ({error})"
+            "--tp needs transformers 5.24 or later, which shards by DTensor, or --tp-plan torchtitan; "
+            f"{installed('transformers')} is installed ({error})"
         ) from None
     except ValueError as error:
         raise LlmemError(

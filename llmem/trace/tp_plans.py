@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
 
 from llmem.errors import LlmemError
+from llmem.installed import installed
 from llmem.spec import RunSpec
 from llmem.trace.step import TrainingStep
 from llmem.trace.tp_colossal import check_colossal
@@ -111,11 +114,16 @@ def parallelize(model: torch.nn.Module, spec: RunSpec, mesh_of: Callable[[], Any
     anatomy = _anatomy(model)
     check_heads(model, spec)
     _check_sizes(model, anatomy, spec)
+    if spec.sp:
+        _check_masks(model)
     mesh = mesh_of()
-    parallelize_module(model, mesh, _root_plan(anatomy, spec), src_data_rank=None)
+    # Each rank keeps its own part; torch 2.6 has no such choice and sends rank 0's, before the step.
+    known = "src_data_rank" in signature(parallelize_module).parameters
+    sent: dict[str, Any] = {"src_data_rank": None} if known else {}
+    parallelize_module(model, mesh, _root_plan(anatomy, spec), **sent)
     for name in anatomy.layers:
         layer = model.get_submodule(name)
-        parallelize_module(layer, mesh, _layer_plan(layer, sp=spec.sp), src_data_rank=None)
+        parallelize_module(layer, mesh, _layer_plan(layer, sp=spec.sp), **sent)
     if spec.sp:
         model.register_forward_pre_hook(_full_positions, with_kwargs=True)
     stream = "norms and residual stream sharded over the sequence" if spec.sp else "norms whole"
@@ -196,6 +204,20 @@ def _full_positions(
 
 
 # -- what the plan needs of a model ----------------------------------------------------------------
+
+
+def _check_masks(model: torch.nn.Module) -> None:
+    """From 4.53 on, and as long as models took ``cache_position``, masks had the embeddings' length.
+
+    transformers/masking_utils.py, ``_preprocess_mask_arguments``: that of the rank's part, under sp.
+    """
+    counts = "cache_position" in signature(model.forward).parameters
+    if counts and find_spec("transformers.masking_utils") is not None:
+        raise LlmemError(
+            f"transformers {installed('transformers')} sizes the masks of {type(model).__name__} by "
+            "the rank's part of the sequence, which --sp cannot train with; install 5.24 or later, or "
+            "leave --sp out"
+        )
 
 
 def _anatomy(model: Any) -> _Anatomy:

@@ -12,10 +12,11 @@ import torch
 
 from llmem.errors import LlmemError
 from llmem.estimate import estimate
-from llmem.lifetimes import NEVER, Category
+from llmem.lifetimes import NEVER, Category, Phase
 from llmem.measure.grading import Predictor
 from llmem.measure.megatron_gpt import GPT, Size, builder
 from llmem.measure.published_many import public
+from llmem.measure.published_megatron import rank_of
 from llmem.spec import RunSpec, make_spec
 
 DATA = Path(__file__).parents[2] / "experiments" / "public_runs" / "data"
@@ -119,8 +120,9 @@ def test_published_runs_are_read() -> None:
     assert allocated.spec.gradient_accumulation_steps == 2
     more = rows("megatron_345m")
     by_plan = {line["parallel_strategy"]: run for line, run in more}
-    assert by_plan["PP4"].why_not == by_plan["TP2xPP2+SP"].why_not
-    assert "pipeline schedule" in by_plan["PP4"].why_not
+    assert "a later stage than the first" in by_plan["PP4"].why_not  # the last row of each
+    first = next(run.spec for line, run in more if line["parallel_strategy"] == "TP2xPP2+SP")
+    assert (first.gpus, first.tp, first.pp, first.sp, first.pipeline_micro_batches) == (4, 2, 2, True, 4)
     spec = by_plan["TP4+SP"].spec
     assert (spec.tp, spec.sp, spec.gradient_accumulation_steps) == (4, True, 4)
 
@@ -128,18 +130,55 @@ def test_published_runs_are_read() -> None:
 @pytest.mark.slow
 def test_published_allocated_peaks() -> None:
     """DP4 to 0.01 %; TP4 with sequence parallelism to 0.4 %, whose ranks differ by 0.7 %."""
-    for name, within in (("public_runs", 1e-4), ("megatron_345m", 4e-3)):
+    for name, within in (("public_runs", 1e-4), ("megatron_345m", 7e-3)):
         runs = [run for _, run in rows(name) if run.spec and run.metric == "allocated"]
         predict = Predictor()
         for run in runs:
             assert predict(run.spec, "allocated").nbytes == pytest.approx(run.measured, rel=within)
 
 
+@pytest.mark.slow
+def test_published_pipelines_rank_by_rank() -> None:
+    """Every rank of PP4 and of TP2xPP2 with sequence parallelism, within 1.2 %."""
+    found: dict[str, Any] = {}
+    for line, run in rows("megatron_345m"):
+        plan = line["parallel_strategy"]
+        if "PP" not in plan or line["metric"] != "max_allocated":
+            continue
+        if plan not in found:
+            found[plan] = estimate(run.spec)  # the first row's, of rank 0
+        [rank] = [r for r in found[plan].ranks if rank_of(line) in r.table.ranks]
+        assert rank.peak.allocated == pytest.approx(int(line["measured_bytes"]), rel=1.2e-2)
+    assert len(found) == 2
+
+
+def test_what_a_stage_receives_and_sends() -> None:
+    """F0 F1 B0 B1 on the first stage, F0 B0 F1 B1 on the last; hidden states are [16, 1, 32] fp16."""
+    found = estimate(spec_of(pp=2, micro_batches=2))
+    hidden = TOKENS * SMALL.hidden * HALF
+    buffers = []
+    for rank in found.ranks:
+        table, end = rank.table.lifetimes, rank.table.trace.step_ticks[1]
+        mine = (table.category == Category.COMMUNICATION) & (table.birth < end)
+        assert set(table.nbytes[mine].tolist()) == {hidden}
+        buffers.append(list(zip(table.birth[mine].tolist(), table.death[mine].tolist(), strict=True)))
+        assert all(death < end for _, death in buffers[-1])
+    (first, second), (third, fourth) = (sorted(pairs) for pairs in buffers)
+    assert first[1] - second[0] == 1  # a gradient waits for the next to be received
+    assert third[1] < fourth[0]  # an input until its backward is done
+    # An output is let go of when it has been sent, in the forward that made it.
+    stage, table = found.ranks[0].table, found.ranks[0].table.lifetimes
+    starts = [t for t, phase, step in stage.trace.phase_ticks if phase is Phase.FORWARD and step == 0]
+    made = (table.nbytes == hidden) & (table.birth > starts[0]) & (table.birth < starts[1])
+    output = max(np.flatnonzero(made).tolist(), key=lambda row: int(table.birth[row]))
+    assert table.death[output] < starts[1]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"offload": "all"}, "--strategy megatron offloads nothing"),
-        ({"tp": 2, "tp_plan": "megatron", "pp": 2, "gpus": 4}, "--pp with --strategy megatron is"),
+        ({"pp": 2, "micro_batches": 2, "pp_schedule": "gpipe"}, "megatron with --pp-schedule gpipe is"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], said: str) -> None:

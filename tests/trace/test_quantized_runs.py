@@ -181,6 +181,16 @@ def test_peft_keeps_the_library_it_had() -> None:
     assert layers.bnb is bnb
 
 
+def test_modules_of_peft_without_the_library_are_left_as_they_are() -> None:
+    pytest.importorskip("bitsandbytes")
+    from peft.tuners.ia3 import bnb as layers  # looks for the library, and never names it
+
+    assert not hasattr(layers, "bnb")
+    with layers_known(make_spec(model="tinyllama", method="qlora"), "meta"):
+        assert not hasattr(layers, "bnb")
+    assert sys.modules["peft.tuners.ia3.bnb"] is layers
+
+
 # -- what the user sees ----------------------------------------------------------------------------
 
 

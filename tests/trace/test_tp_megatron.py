@@ -155,7 +155,7 @@ def test_nothing_of_a_step_outlives_it(sp: bool) -> None:
         ({"liger": True}, "brings its own loss"),
         ({"sp": True, "seq_length": 7}, "--sp cannot split 7 tokens over 2 ranks"),
         ({"gpus": 4, "strategy": "fsdp2"}, "megatron with --strategy fsdp2 is not supported"),
-        ({"gpus": 4, "pp": 2, "micro_batches": 1}, "megatron with --pp is not supported"),
+        ({"gpus": 4, "pp": 2, "micro_batches": 1}, "megatron with --pp and --strategy none"),
         ({"model": {**TOY, "num_key_value_heads": 1}}, "1 num_key_value_heads: megatron gives"),
         ({"model": {**TOY, "intermediate_size": 13}}, "cannot split the 13 outputs of a Linear"),
         ({"method": "lora"}, "--tp with --method lora is not supported"),
