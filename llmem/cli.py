@@ -114,7 +114,7 @@ def plan(model: str, **options: Any) -> None:
     if options["algorithm"] == "llmem":
         _plan_llmem(spec_fields(model, options, trying=("gemini",)), options)
         return
-    fields = spec_fields(model, options, trying=names or ORDER)
+    fields = _without_batch(spec_fields(model, options, trying=names or ORDER))
     _only_training(fields)
     from llmem.progress import working
 
@@ -132,20 +132,29 @@ def plan(model: str, **options: Any) -> None:
 
 def _check_plan(options: dict[str, Any]) -> None:
     """Raises LlmemError for options that say what a plan is to find, or contradict each other."""
-    if options["per_device_train_batch_size"] is not None:
-        raise LlmemError("plan finds the batch size itself; leave -b out, or use llmem estimate")
     if options["strategies"] is not None and options["strategy"] is not None:
         raise LlmemError("--strategy and --strategies exclude each other; give one of them")
     if options["algorithm"] != "llmem":
         if options["by"] is not None:
             raise LlmemError("--by is of LLMem's own plan; add --algorithm llmem")
         return
+    if options["per_device_train_batch_size"] is not None:
+        raise LlmemError("--algorithm llmem finds the batch sizes itself; leave -b out")
     for name in ("strategy", "strategies", "tp", "tp_plan"):
         if options[name] is not None:
             raise LlmemError(
                 f"--algorithm llmem chooses among its own four methods; leave --"
                 f"{name.replace('_', '-')} out"
             )
+
+
+def _without_batch(fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` less the batch size, which a plan finds; one that was given is named."""
+    given = fields.pop("per_device_train_batch_size", None)
+    if given is not None:
+        note = f"batch size {given} as given is not used: a plan finds the largest"
+        fields["notes"] = (*fields.get("notes", ()), note)
+    return fields
 
 
 def _plan_llmem(fields: dict[str, Any], options: dict[str, Any]) -> None:
@@ -167,8 +176,8 @@ def _plan_llmem(fields: dict[str, Any], options: dict[str, Any]) -> None:
 @click.argument("model")
 @run_options
 @click.option("--baselines", metavar="A,B", help="Only these; default: all.")
-@click.option("--base-bytes", type=int, help="Measured bytes before the model (context, NCCL).")
-@click.option("--measured", type=int, metavar="BYTES", help="The true figure, to show errors.")
+@click.option("--base-bytes", type=click.IntRange(0), help="Measured bytes before the model (context, NCCL).")
+@click.option("--measured", type=click.IntRange(1), metavar="BYTES", help="The true figure, to show errors.")
 @json_option
 def compare(model: str, **options: Any) -> None:
     """This estimator and every baseline, side by side."""

@@ -125,10 +125,16 @@ class Source:
 
     def at(self, batch: int) -> Trace:
         if self._lines is None:
-            self._lines = scaled(self.real(2), self.real(4), 2, 4)
+            few, more = 2 * _unit(self._spec), 4 * _unit(self._spec)
+            self._lines = scaled(self.real(few), self.real(more), few, more)
         if batch in self._known or self._lines is None:
             return self.real(batch)
         return self._lines.at(batch)
+
+
+def _unit(spec: RunSpec) -> int:
+    """Sequences that a batch can grow by: one for each micro-batch of a pipeline."""
+    return spec.pipeline_micro_batches if spec.pp > 1 else 1
 
 
 def _option(spec: RunSpec, source: Source, max_batch: int) -> Option:
@@ -142,11 +148,12 @@ def _option(spec: RunSpec, source: Source, max_batch: int) -> Option:
         found = at(batch, source.at)
         return found.fit is not None and found.fit.fits
 
-    batch = largest_batch(fits)
-    final = at(max(batch, 1), source.real)
+    unit = _unit(spec)
+    batch = unit * largest_batch(lambda units: fits(unit * units))
+    final = at(max(batch, unit), source.real)
     while batch and final.fit is not None and not final.fit.fits:
-        batch -= 1  # the lines said yes, the step itself says no
-        final = at(max(batch, 1), source.real)
+        batch -= unit  # the lines said yes, the step itself says no
+        final = at(max(batch, unit), source.real)
     assert final.fit is not None
     used = final.fit.device if batch else None
     return Option(spec.strategy, batch, used, final.fit.sentence, final.assumptions)

@@ -161,6 +161,36 @@ def test_a_model_that_cannot_be_built_or_trained_on_tokens(
     assert said in refused("estimate", str(path), "-b", "1", "-s", "8")
 
 
+@pytest.mark.parametrize(
+    ("kind", "args", "said"),
+    [
+        ("bert", ["--method", "prompt_tuning"], "BertForMaskedLM is none"),
+        ("bert", ["--gpus", "2", "--strategy", "ddp", "--cp", "2"], "causal"),
+        ("gpt2", ["--attn-implementation", "flash_attention_2"], "--param-dtype bf16"),
+        ("llama", ["--attn-implementation", "flash_attention_2"], "--param-dtype bf16"),
+        ("mixtral", ["--method", "lora"], "--lora-target-modules"),
+    ],
+)
+def test_what_a_class_of_models_does_not_know(
+    tmp_path: Path, kind: str, args: list[str], said: str
+) -> None:
+    shapes: dict[str, dict[str, object]] = {
+        "bert": {**TINY, "architectures": ["BertForMaskedLM"]},
+        "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 4, "architectures": ["GPT2LMHeadModel"]},
+        "llama": TINY,
+        "mixtral": {**TINY, "architectures": ["MixtralForCausalLM"], "num_local_experts": 2},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**shapes[kind], "model_type": kind}))
+    assert said in refused("estimate", str(path), "-b", "1", "-s", "8", *args)
+
+
+def test_a_record_without_its_spec(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text('{"schema": "llmem.record/1"}')
+    assert "no ranks and no spec" in refused("validate", str(path))
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "~no-such-user/model"])
 def test_a_name_that_is_no_path(name: str) -> None:
     assert "no path" in refused("estimate", name)
@@ -169,7 +199,7 @@ def test_a_name_that_is_no_path(name: str) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--gpu", "t4", "-b", "3"], "leave -b out"),
+        (["--gpu", "t4", "--algorithm", "llmem", "-b", "3"], "leave -b out"),
         (["--gpu", "t4", "--strategy", "ddp", "--strategies", "fsdp2"], "exclude"),
         (["--gpu", "t4", "--strategies", "fsdp3"], "no strategy 'fsdp3'"),
         (["--gpu", "t4", "--by", "trace"], "--algorithm llmem"),
@@ -183,13 +213,28 @@ def test_a_plan_that_makes_no_sense(config: str, args: list[str], said: str) -> 
 
 def test_a_plan_tries_the_strategy_given_and_says_what_was_assumed() -> None:
     result = CliRunner().invoke(
-        main, ["plan", "gpt2", "-s", "1024", "--gpus", "2", "--gpu", "t4", "--strategy", "megatron",
-               "--json", "-"],
+        main, ["plan", "gpt2", "-b", "3", "-s", "1024", "--gpus", "2", "--gpu", "t4", "--strategy",
+               "megatron", "--json", "-"],
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert [option["strategy"] for option in document["options"]] == ["megatron"]
     assert any("Megatron" in note or "megatron" in note for note in document["assumptions"])
+    assert any("batch size 3 as given is not used" in note for note in document["assumptions"])
+
+
+def test_a_plan_of_a_pipeline_grows_by_whole_micro_batches() -> None:
+    spec = make_spec(
+        model="gpt2", seq_length=1024, gpus=2, pp=2, micro_batches=3, strategy="none", gpu="t4"
+    )
+    pick = llmem.plan(spec, strategies=["none"]).pick
+    assert pick is not None
+    assert pick.batch > 0
+    assert pick.batch % 3 == 0
+    for batch, fits in ((pick.batch, True), (pick.batch + 3, False)):
+        found = llmem.estimate(spec.model_copy(update={"per_device_train_batch_size": batch})).fit
+        assert found is not None
+        assert found.fits is fits
 
 
 def test_a_strategy_that_refuses_a_run_does_not_end_the_plan() -> None:

@@ -143,9 +143,11 @@ def read_record(path: Path | str) -> dict[str, Any]:
         data = path.read_bytes()
         record = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (OSError, ValueError) as error:
-        raise LlmemError(f"{path} cannot be read as a record: {error}") from None
+        raise LlmemError(f"{path} cannot be read as a record of `llmem measure`: {error}") from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise LlmemError(f"{path} is no record of `llmem measure`; its schema is not {SCHEMA}")
+    if lacking := sorted({"spec", "ranks"} - record.keys()):
+        raise LlmemError(f"{path} has no {' and no '.join(lacking)}; measure the run again")
     return record
 
 

@@ -134,6 +134,11 @@ def with_adapters(
                 autocast_adapter_dtype=spec.autocast_adapter_dtype and not _older(spec, (0, 12)),
             )
     except _REFUSALS as error:
+        if spec.lora_target_modules is None and "target_modules" in str(error):
+            raise LlmemError(
+                f"peft has no default targets of {method} for {type(model).__name__}; add "
+                "--lora-target-modules all-linear, or names"
+            ) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip("'\" ")
         raise LlmemError(
             f"peft refuses this {method}: {reason.rstrip('.')}; change the options of the adapters "
@@ -202,6 +207,11 @@ def _settings(spec: RunSpec, method: str, model: torch.nn.Module) -> dict[str, A
     prompts = "num_virtual_tokens" in known
     if made.get("task_type") is None and (prompts or not spec.peft_config):
         made["task_type"] = task_type(model)
+    if prompts and made.get("task_type") is None:
+        raise LlmemError(
+            f"{method} is of causal language models, encoder-decoders and classifiers, and "
+            f"{type(model).__name__} is none of them; use another method"
+        )
     return made
 
 

@@ -84,7 +84,8 @@ def split_sequences(step: TrainingStep, spec: RunSpec, notes: list[str]) -> None
 def _check_model(model: Any, spec: RunSpec) -> None:
     config = getattr(model, "config", None)
     name = type(model).__name__
-    if config is None or getattr(config, "is_encoder_decoder", False) or task_of(model):
+    other = getattr(config, "is_encoder_decoder", False) or name.endswith("ForMaskedLM")
+    if config is None or other or task_of(model):
         raise LlmemError(f"--cp is for causal language models, which {name} is not; leave --cp out")
     text = config.get_text_config()
     attention = getattr(config, "_attn_implementation", None)

@@ -53,7 +53,8 @@ def check_generation(spec: RunSpec) -> None:
         )
     if spec.liger or spec.kernels != "model" or spec.packed:
         raise LlmemError(
-            "--liger, --kernels and --packed are of training; leave them out with --task generate"
+            "--task generate trains nothing; leave out --packed, --liger and --kernels, which are of "
+            "training"
         )
 
 

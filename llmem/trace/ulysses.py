@@ -96,7 +96,12 @@ class UlyssesAttention:
         whole_query = whole_query.permute(1, 2, 0, 3).contiguous()
         whole_key = whole_key.permute(1, 2, 0, 3).contiguous()
         whole_value = whole_value.permute(1, 2, 0, 3).contiguous()
-        groups = module.num_key_value_groups
+        groups = getattr(module, "num_key_value_groups", None)
+        if groups is None:
+            raise LlmemError(
+                f"DeepSpeed-Ulysses sets the num_key_value_groups of an attention layer, and "
+                f"{type(module).__name__} has none; use --cp-comm allgather"
+            )
         module.num_key_value_groups = whole_query.size(1) // whole_key.size(1)
         try:
             out, weights = self._attention(

@@ -13,6 +13,7 @@ import llmem
 from llmem.gpu.devices import get_device
 from llmem.trace.standins import liger, liger_ops
 from llmem.trace.standins.liger_families import FAMILIES
+from llmem.trace.standins.liger_moe import BALANCED
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16,
@@ -96,3 +97,5 @@ def test_mixture_of_experts_makes_rows_of_all_experts_at_once(tmp_path: Any) -> 
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2}
     result = estimated(tmp_path, "mixtral", fields, liger=True, param_dtype="bf16")
     assert (result.trace.lifetimes.nbytes == 256 * 256 * 2).sum() >= 2
+    assert BALANCED in result.assumptions
+    assert BALANCED not in estimated(tmp_path, "llama", {}, liger=True).assumptions

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from llmem.errors import LlmemError
+
 aten = torch.ops.aten
 NAME = "flash_attention_2"
 
@@ -85,7 +87,16 @@ def _to_half(tensor: torch.Tensor, module: Any) -> torch.Tensor:
         return tensor
     from transformers.integrations.flash_attention import get_target_dtype
 
-    return tensor.to(get_target_dtype(tensor, module))
+    try:
+        target = get_target_dtype(tensor, module)
+    except StopIteration:  # it asks a linear layer, and GPT-2 has none
+        target = torch.float32
+    if target == torch.float32:
+        raise LlmemError(
+            "flash-attn takes fp16 and bf16 alone, and this attention would run in fp32; add --bf16, "
+            "--fp16 or --param-dtype bf16"
+        )
+    return tensor.to(target)
 
 
 def _unpadded(
