@@ -234,5 +234,5 @@ def test_what_cannot_be_split_is_refused(fields: dict[str, Any], said: str) -> N
 def test_a_torch_without_the_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "torch.distributed.tensor.experimental._context_parallel._attention"
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LlmemError, match="install torch 2.13"):
+    with pytest.raises(LlmemError, match=r"install torch 2\.13"):
         torch_loop()
