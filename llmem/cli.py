@@ -254,7 +254,7 @@ def validate(
     """Predicted against measured: the error table of records, or of a CSV of published runs.
 
     RECORD is what `llmem measure` wrote, or a CSV whose columns are known (see
-    llmem.measure.published): then errors by source and metric, and the rows left out with why.
+    llmem.measure.published.files): then errors by source and metric, and the rows left out with why.
     """
     if any(path.suffix == ".csv" for path in records):
         _validate_published(records, baselines, json_out)
@@ -282,7 +282,7 @@ def _validate_published(
     from llmem.progress import working
 
     with working("Predicting published runs", quiet=json_out == "-"):
-        from llmem.measure.grading import validate_published
+        from llmem.measure.published.grading import validate_published
 
         report = validate_published(files, baselines=split_names(baselines) or ())
     if _write_json(report.to_json(), json_out):

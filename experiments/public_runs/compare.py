@@ -5,7 +5,7 @@ Kind of truth: 3, published measured runs (data/README.md). Two questions.
 1. xMem's own runs. Its files hold what four tools said about each run, how long they took, and
    whether a second run, whose allocator was capped at the estimate, ran out of memory. Ours stands
    beside them on the same rows. A second run of ours was never made: the allocator model decides,
-   against the measured value (``llmem.measure.grading.fits_capped``), and how often that model agrees
+   against the measured value (``llmem.measure.published.grading.fits_capped``), and how often that model agrees
    with the second runs that were made is printed too. Caps are whole percents of the card, as xMem's.
    xMem's and its DNNMem's estimates hold a CUDA context that the measured growth does not have, and
    xMem's seconds leave out the CPU training that it needs.
@@ -29,7 +29,8 @@ from rich.table import Table
 from experiments.public_runs import results
 from experiments.public_runs.results import TOOLS
 from experiments.public_runs.table import DATA
-from llmem.measure.grading import (
+from llmem.measure.published.files import Claim, read
+from llmem.measure.published.grading import (
     ErrorSummary,
     Graded,
     Report,
@@ -38,7 +39,6 @@ from llmem.measure.grading import (
     summary_of,
     validate_published,
 )
-from llmem.measure.published import Claim, read
 from llmem.report.published import print_reasons
 
 FILES = ("xmem_runs.csv", "fms_acceleration_a100.csv", "public_runs.csv")

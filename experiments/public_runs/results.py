@@ -11,7 +11,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from llmem.measure.grading import Graded, Report
+from llmem.measure.published.grading import Graded, Report
 
 RESULTS = Path(__file__).parent / "results" / "compare.csv"
 FACTS = (

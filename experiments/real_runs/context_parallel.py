@@ -4,7 +4,7 @@
 
 torch's ``context_parallel`` (``cp-allgather-``, ``cp-ring-``) and Ulysses (``cp-ulysses-``) on 2 and 4
 processes, under DDP and FSDP2, for two families, checkpointing in turn. torch registers its loop for
-the attention kernels of GPUs; here it runs around the CPU's (``llmem.trace.context_parallel``). Under
+the attention kernels of GPUs; here it runs around the CPU's (``llmem.trace.split.context_parallel``). Under
 torch's loop runs are fp32: on CPU, adding a bf16 block to an fp32 sum makes a copy first, which no GPU
 kernel does. Where a peak falls into attention's backward it also holds what the CPU kernel allocates
 for itself (tiles of q x k, a contiguous gradient), which the CPU trace does not model: at most 0.3% of

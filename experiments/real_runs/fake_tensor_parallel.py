@@ -28,11 +28,11 @@ from llmem.estimate import Rank, estimate_trace
 from llmem.gpu.devices import get_device
 from llmem.parallel import compute_dtype
 from llmem.spec import RunSpec, make_spec
-from llmem.trace import tensor_parallel
 from llmem.trace.build import prepare
 from llmem.trace.kernels import kernels_of
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.run import frees_by_reference_count, quiet, trace_spec
+from llmem.trace.split import tensor_parallel
 
 
 @contextmanager

@@ -6,7 +6,7 @@ transformers' tp_plan on 2 and 4 processes, alone (``tp-``) and under FSDP2 (``t
 torchtitan's plan (``tp-titan-``, ``tp-titan-fsdp2-``), plain, with sequence parallelism (``sp``) and
 with loss parallelism too (``sp-loss``), for three families each, in fp32 and under bf16 mixed
 precision, with and without checkpointing. The vocabulary divides by no degree, so that the last
-rank differs from the others. Colossal-AI's plan (``tp-colossal-``) runs as ``llmem.trace.tp_colossal``
+rank differs from the others. Colossal-AI's plan (``tp-colossal-``) runs as ``llmem.trace.split.tp_colossal``
 acts it out: that checks the trace, not Colossal-AI.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llmem.errors import LlmemError
-from llmem.parallel.fsdp2_ranks import DTYPES
+from llmem.parallel.fsdp.fsdp2_ranks import DTYPES
 from llmem.spec import RunSpec
 
 POLICIES = {

@@ -12,7 +12,7 @@ import torch
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
-from llmem.parallel.zero_config import STAGES, read_ds_config
+from llmem.parallel.zero.config import STAGES, read_ds_config
 from llmem.spec import RunSpec
 from llmem.trace.build import Prepared
 from llmem.trace.step import NoWatcher, Watcher, whole_batches
@@ -82,7 +82,7 @@ def wrap(prepared: Prepared, spec: RunSpec, device: str) -> DeepSpeedStep:
 
 def config_of(spec: RunSpec) -> dict[str, Any]:
     """The ds_config that DeepSpeed gets: the user's, and what RunSpec says."""
-    from llmem.parallel.zero_options import fill_auto
+    from llmem.parallel.zero.options import fill_auto
 
     config, _ = fill_auto(read_ds_config(spec.deepspeed)[0], spec)
     zero = dict(config.get("zero_optimization") or {})

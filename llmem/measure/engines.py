@@ -19,12 +19,12 @@ from llmem.lifetimes import Phase
 from llmem.measure import accelerate_fsdp2
 from llmem.measure.cpu_memory import HOST
 from llmem.measure.marks import Mark
-from llmem.parallel.fsdp2_ranks import DTYPES
-from llmem.parallel.wrapping import wrapped_names
+from llmem.parallel.fsdp.fsdp2_ranks import DTYPES
+from llmem.parallel.fsdp.wrapping import wrapped_names
 from llmem.spec import RunSpec, checkpoints_calls
-from llmem.trace import tensor_parallel
 from llmem.trace.build import Prepared, blocks_of, prepare
 from llmem.trace.mixed_precision import inside_engine
+from llmem.trace.split import tensor_parallel
 from llmem.trace.step import Watcher
 
 

@@ -29,13 +29,13 @@ from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
 from llmem.measure.engines import Wrapped, shard_blocks
 from llmem.measure.pipeline_fsdp2 import data_mesh
-from llmem.parallel.schedule import actions
-from llmem.parallel.stages import split_layers
+from llmem.parallel.pipeline.schedule import actions
+from llmem.parallel.pipeline.stages import split_layers
 from llmem.spec import RunSpec
 from llmem.trace.build import Prepared, blocks_of, prepare
 from llmem.trace.micro_batch import one_micro_batch
+from llmem.trace.split.tensor_parallel import by_mesh
 from llmem.trace.step import NoWatcher, Watcher
-from llmem.trace.tensor_parallel import by_mesh
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

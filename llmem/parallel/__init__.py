@@ -38,13 +38,13 @@ class RankTable:
 ENGINES = {
     "none": "llmem.parallel.single",
     "ddp": "llmem.parallel.ddp",
-    "fsdp": "llmem.parallel.fsdp1",
-    "fsdp2": "llmem.parallel.fsdp2_ranks",
+    "fsdp": "llmem.parallel.fsdp.fsdp1",
+    "fsdp2": "llmem.parallel.fsdp.fsdp2_ranks",
     "gemini": "llmem.parallel.gemini",
     "megatron": "llmem.parallel.megatron",
-    "zero1": "llmem.parallel.zero",
-    "zero2": "llmem.parallel.zero",
-    "zero3": "llmem.parallel.zero",
+    "zero1": "llmem.parallel.zero.ranks",
+    "zero2": "llmem.parallel.zero.ranks",
+    "zero3": "llmem.parallel.zero.ranks",
 }
 """Module of each strategy. It has ``compute_dtype(spec)``, the dtype in which the engine keeps
 parameters while it computes (None: their own, or autocast), and ``ranks(trace, spec)``."""
@@ -110,7 +110,7 @@ def ranks_of(trace: Trace, spec: RunSpec) -> list[RankTable]:
     if spec.cp > 1:
         make = partial(import_module("llmem.parallel.context").ranks, make=make)
     if spec.pp > 1:
-        make = partial(import_module("llmem.parallel.pipeline").ranks, make=make)
+        make = partial(import_module("llmem.parallel.pipeline.ranks").ranks, make=make)
     if spec.tp > 1:
         make = partial(import_module("llmem.parallel.tensor").ranks, make=make)
     return make(trace, spec)

@@ -1,7 +1,7 @@
 """Ranks of expert parallelism, and of its product with data parallelism.
 
 An expert-parallel rank is traced with its own experts and its all-to-alls
-(``llmem.trace.expert_parallel``); the data-parallel engine plays its hooks over that trace, among
+(``llmem.trace.split.expert_parallel``); the data-parallel engine plays its hooks over that trace, among
 ``gpus / ep`` ranks that hold the same experts. Global ranks count the expert-parallel ones fastest.
 All of them are taken to be as busy as the busiest.
 """

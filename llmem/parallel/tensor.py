@@ -1,7 +1,7 @@
 """Ranks of tensor parallelism, and of its product with data parallelism.
 
 Passes compose from the inside out: a tensor-parallel rank is traced with its local shapes and its
-collectives (``llmem.trace.tensor_parallel``), then the data-parallel engine plays its hooks over
+collectives (``llmem.trace.split.tensor_parallel``), then the data-parallel engine plays its hooks over
 that trace, among ``gpus / (tp * pp)`` ranks; a pipeline comes between the two. Global ranks count
 the tensor-parallel ones fastest, as transformers' and torchtitan's meshes do: rank = outer * tp +
 tp_rank.

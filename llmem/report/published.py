@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llmem.measure.grading import ErrorSummary, Report, summary_of
+from llmem.measure.published.grading import ErrorSummary, Report, summary_of
 
 COLUMNS = ("rows", "median", "mean", "largest", "too low", "safe margin")
 """``too low``: share of under-estimates; ``safe margin``: what would have made every row safe."""

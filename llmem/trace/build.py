@@ -15,16 +15,16 @@ from llmem.trace.adapters import check_adapters, with_adapters
 from llmem.trace.as_transformers import dress
 from llmem.trace.batch import batch_maker, note_packing
 from llmem.trace.checkpointing import check_checkpointing, checkpoint_layers
-from llmem.trace.context_parallel import check_context_parallel, split_sequences
-from llmem.trace.expert_parallel import check_expert_parallel, shard_experts
 from llmem.trace.in_backward import InBackward, check_in_backward, in_backward
 from llmem.trace.losses import check_loss, chunk_loss
 from llmem.trace.mixed_precision import mixed_precision
 from llmem.trace.optimizers import OptimizerPlan, check_optimizer, plan_optimizer
 from llmem.trace.quantize import finish, quantize
+from llmem.trace.split.context_parallel import check_context_parallel, split_sequences
+from llmem.trace.split.expert_parallel import check_expert_parallel, shard_experts
+from llmem.trace.split.tensor_parallel import by_mesh, clip_by_mesh, shard
+from llmem.trace.split.tp_plans import check_tp_plan, step_class
 from llmem.trace.step import TrainingStep
-from llmem.trace.tensor_parallel import by_mesh, clip_by_mesh, shard
-from llmem.trace.tp_plans import check_tp_plan, step_class
 
 
 @dataclass

@@ -15,7 +15,7 @@ from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.installed import installed
 from llmem.lifetimes import Category, Phase, Trace
-from llmem.parallel.wrapping import units_together, wrapped_names
+from llmem.parallel.fsdp.wrapping import units_together, wrapped_names
 from llmem.spec import RunSpec
 from llmem.trace import standins
 from llmem.trace.adapters import as_on_the_host
@@ -28,7 +28,6 @@ from llmem.trace.build import (
     master_dtypes,
     prepare,
 )
-from llmem.trace.context_parallel import sent_blocks_wait
 from llmem.trace.generate import check_generation, recorder_of
 from llmem.trace.kernels import kernels_of, scratch_of
 from llmem.trace.micro_batch import one_micro_batch, without_optimizer
@@ -36,8 +35,9 @@ from llmem.trace.mixed_precision import adapters_first_seen_in_fp32, inside_engi
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.quantize import layers_known, statistics
 from llmem.trace.recorder import Recorder
+from llmem.trace.split.context_parallel import sent_blocks_wait
+from llmem.trace.split.tensor_parallel import rank_of, sharded_dimensions
 from llmem.trace.standins.select import fuses_adapters, stand_ins_for
-from llmem.trace.tensor_parallel import rank_of, sharded_dimensions
 
 DEFAULT_GPU = "a100-80gb"
 """Whose kernels are assumed when no GPU is named."""

@@ -16,9 +16,9 @@ from experiments.public_runs.table import DATA
 from llmem.cli import main
 from llmem.errors import LlmemError
 from llmem.lifetimes import Lifetimes
-from llmem.measure import grading
-from llmem.measure.grading import Graded, Prediction, fits_capped, summary_of
-from llmem.measure.published import Claim, Run, read
+from llmem.measure.published import grading
+from llmem.measure.published.files import Claim, Run, read
+from llmem.measure.published.grading import Graded, Prediction, fits_capped, summary_of
 from llmem.spec import RunSpec, make_spec
 
 MIB = 2**20

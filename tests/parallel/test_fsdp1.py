@@ -11,9 +11,9 @@ import torch
 from llmem.errors import LlmemError
 from llmem.lifetimes import NEVER, TICK, Category, Lifetimes, Parameter, Trace
 from llmem.measure import measure_all, validate
-from llmem.parallel.fsdp1 import options_of, wrapped_modules
-from llmem.parallel.fsdp1_flat import flatten
-from llmem.parallel.fsdp1_pass import (
+from llmem.parallel.fsdp.fsdp1 import options_of, wrapped_modules
+from llmem.parallel.fsdp.fsdp1_flat import flatten
+from llmem.parallel.fsdp.fsdp1_pass import (
     ALL_REDUCE_STREAM,
     PRE_UNSHARD_STREAM,
     Fsdp1Options,

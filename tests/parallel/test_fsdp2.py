@@ -11,9 +11,9 @@ from llmem.cli import main
 from llmem.errors import LlmemError
 from llmem.estimate import estimate
 from llmem.lifetimes import TICK, Category, Lifetimes, Trace
-from llmem.parallel.fsdp2 import ALL_REDUCE_STREAM, COPY_IN_STREAM, Fsdp2Pass
-from llmem.parallel.fsdp2_ranks import kinds_of_rank, options_of
-from llmem.parallel.fsdp2_shards import Fsdp2Options
+from llmem.parallel.fsdp.fsdp2 import ALL_REDUCE_STREAM, COPY_IN_STREAM, Fsdp2Pass
+from llmem.parallel.fsdp.fsdp2_ranks import kinds_of_rank, options_of
+from llmem.parallel.fsdp.fsdp2_shards import Fsdp2Options
 from llmem.parallel.units import units_of
 from llmem.spec import make_spec
 from tests.parallel.toy import collectives, toy_trace

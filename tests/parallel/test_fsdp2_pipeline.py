@@ -9,8 +9,9 @@ import pytest
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import NEVER, Category, Trace
-from llmem.parallel import RankTable, pipeline
-from llmem.parallel.fsdp2_ranks import ranks as fsdp2_ranks
+from llmem.parallel import RankTable
+from llmem.parallel.fsdp.fsdp2_ranks import ranks as fsdp2_ranks
+from llmem.parallel.pipeline import ranks as pipeline
 from llmem.spec import make_spec
 from tests.parallel.test_pipeline import HIDDEN, WEIGHT, toy_trace
 

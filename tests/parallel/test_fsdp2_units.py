@@ -10,11 +10,11 @@ import torch
 from llmem.errors import LlmemError
 from llmem.estimate import estimate
 from llmem.lifetimes import Category, Together
-from llmem.parallel.fsdp2 import Fsdp2Pass
-from llmem.parallel.fsdp2_hooks import Group, hooks_of
-from llmem.parallel.fsdp2_shards import Fsdp2Options
+from llmem.parallel.fsdp.fsdp2 import Fsdp2Pass
+from llmem.parallel.fsdp.fsdp2_hooks import Group, hooks_of
+from llmem.parallel.fsdp.fsdp2_shards import Fsdp2Options
+from llmem.parallel.fsdp.wrapping import units_together
 from llmem.parallel.units import units_of
-from llmem.parallel.wrapping import units_together
 from llmem.spec import make_spec
 from tests.parallel.test_fsdp2 import WEIGHT, alive
 from tests.parallel.toy import collectives, toy_trace

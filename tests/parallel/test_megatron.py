@@ -13,10 +13,10 @@ import torch
 from llmem.errors import LlmemError
 from llmem.estimate import estimate
 from llmem.lifetimes import NEVER, Category, Phase
-from llmem.measure.grading import Predictor
-from llmem.measure.megatron_gpt import GPT, Size, builder
-from llmem.measure.published_many import public
-from llmem.measure.published_megatron import rank_of
+from llmem.measure.published.grading import Predictor
+from llmem.measure.published.many import public
+from llmem.measure.published.megatron import rank_of
+from llmem.measure.published.megatron_gpt import GPT, Size, builder
 from llmem.spec import RunSpec, make_spec
 
 DATA = Path(__file__).parents[2] / "experiments" / "public_runs" / "data"

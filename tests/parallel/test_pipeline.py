@@ -14,9 +14,9 @@ from llmem.estimate import estimate, outside_allocator
 from llmem.gpu.devices import get_device
 from llmem.lifetimes import NEVER, TICK, Category, Lifetimes, Trace
 from llmem.parallel import engine
-from llmem.parallel.replay_stages import StageReplay
-from llmem.parallel.schedule import Action, actions, in_flight
-from llmem.parallel.stages import stages_of
+from llmem.parallel.pipeline.replay_stages import StageReplay
+from llmem.parallel.pipeline.schedule import Action, actions, in_flight
+from llmem.parallel.pipeline.stages import stages_of
 from llmem.spec import RunSpec, make_spec
 from llmem.trace.micro_batch import one_micro_batch
 

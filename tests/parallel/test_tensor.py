@@ -15,7 +15,7 @@ from llmem.lifetimes import NEVER, TICK, Trace
 from llmem.parallel import engine
 from llmem.parallel.tensor import chunk, kinds
 from llmem.spec import make_spec
-from llmem.trace import tensor_parallel
+from llmem.trace.split import tensor_parallel
 
 WIDTH, INNER, ROWS, VOCABULARY = 6, 8, 4, 10
 FLOAT = 4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmem.errors import LlmemError
+from llmem.parallel.fsdp.wrapping import wrapped_names
 from llmem.parallel.units import units_of
-from llmem.parallel.wrapping import wrapped_names
 from llmem.spec import RunSpec, make_spec
 from tests.parallel.toy import Toy, toy_trace
 

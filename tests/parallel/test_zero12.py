@@ -13,8 +13,8 @@ import pytest
 import llmem
 from llmem.lifetimes import Category, Lifetimes, Trace
 from llmem.parallel import ranks_of
-from llmem.parallel.zero import kinds_of_rank
-from llmem.parallel.zero_layout import flat_group
+from llmem.parallel.zero.layout import flat_group
+from llmem.parallel.zero.ranks import kinds_of_rank
 from llmem.spec import make_spec
 from tests.parallel.test_zero_layout import parameters
 from tests.parallel.toy import toy_trace

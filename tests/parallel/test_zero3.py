@@ -10,7 +10,7 @@ import pytest
 import llmem
 from llmem.lifetimes import Category, Lifetimes, Trace
 from llmem.parallel import ranks_of
-from llmem.parallel.zero3_coordinator import Coordinator, Gathered, Group, Limits
+from llmem.parallel.zero.stage3_coordinator import Coordinator, Gathered, Group, Limits
 from llmem.spec import make_spec
 from llmem.timeline import replay
 from tests.parallel.toy import toy_trace

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmem.errors import LlmemError
-from llmem.parallel.zero_options import ZeroOptions, fill_auto, options_of
+from llmem.parallel.zero.options import ZeroOptions, fill_auto, options_of
 from llmem.spec import make_spec
 from tests.parallel.toy import toy_trace
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmem.lifetimes import Parameter
-from llmem.parallel.zero_layout import flat_group, in_model_order, owners_of
+from llmem.parallel.zero.layout import flat_group, in_model_order, owners_of
 from llmem.spec import make_spec
 from llmem.trace.run import trace_spec
 from tests.parallel.toy import toy_trace

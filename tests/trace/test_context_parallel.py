@@ -17,10 +17,10 @@ from llmem.lifetimes import NEVER, Trace
 from llmem.parallel import ranks_of
 from llmem.parallel.context import kinds
 from llmem.spec import RunSpec, make_spec
-from llmem.trace.context_parallel import ROTATE_METHODS, sent_blocks_wait, torch_loop
 from llmem.trace.run import trace_spec
-from llmem.trace.tensor_parallel import rank_of
-from llmem.trace.ulysses import UlyssesAttention
+from llmem.trace.split.context_parallel import ROTATE_METHODS, sent_blocks_wait, torch_loop
+from llmem.trace.split.tensor_parallel import rank_of
+from llmem.trace.split.ulysses import UlyssesAttention
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 32, 8
 BF16, FLOAT = 2, 4

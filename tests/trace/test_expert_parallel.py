@@ -13,9 +13,9 @@ from llmem.estimate import estimate
 from llmem.lifetimes import Trace
 from llmem.spec import RunSpec, make_spec
 from llmem.trace.build import build_model
-from llmem.trace.expert_parallel import shard_experts, split_sizes
 from llmem.trace.run import trace_spec
-from llmem.trace.tensor_parallel import rank_of
+from llmem.trace.split.expert_parallel import shard_experts, split_sizes
+from llmem.trace.split.tensor_parallel import rank_of
 
 HIDDEN, INNER, EXPERTS, PICKED = 32, 20, 8, 2
 TOKENS = 3 * 16

@@ -12,8 +12,8 @@ from llmem.errors import LlmemError
 from llmem.estimate import estimate
 from llmem.lifetimes import NEVER, TICK, Phase, Trace
 from llmem.spec import RunSpec, make_spec
-from llmem.trace import tensor_parallel, tp_colossal
 from llmem.trace.run import trace_spec
+from llmem.trace.split import tensor_parallel, tp_colossal
 
 WORDS, WIDTH, INNER, TOKENS = 10, 8, 12, 4
 FLOAT = 4

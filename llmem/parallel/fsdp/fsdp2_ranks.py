@@ -8,9 +8,9 @@ from dataclasses import replace
 from llmem.errors import LlmemError
 from llmem.lifetimes import Together, Trace
 from llmem.parallel import RankTable
-from llmem.parallel.fsdp2 import Fsdp2Pass
-from llmem.parallel.fsdp2_shards import ITEMSIZE, Fsdp2Options, local_shape, padded_shard
-from llmem.parallel.fsdp_offload import check_offload, host_note
+from llmem.parallel.fsdp.fsdp2 import Fsdp2Pass
+from llmem.parallel.fsdp.fsdp2_shards import ITEMSIZE, Fsdp2Options, local_shape, padded_shard
+from llmem.parallel.fsdp.offload import check_offload, host_note
 from llmem.parallel.host_step import step_on_host
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.parallel.units import units_of

@@ -21,8 +21,8 @@ import torch
 from llmem.errors import LlmemError
 from llmem.installed import installed
 from llmem.spec import RunSpec
+from llmem.trace.split.tp_colossal import check_colossal
 from llmem.trace.step import TrainingStep
-from llmem.trace.tp_colossal import check_colossal
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 OUTPUT = ("o_proj", "dense")

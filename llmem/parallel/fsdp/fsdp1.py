@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from llmem.errors import LlmemError
 from llmem.lifetimes import Parameter, Trace
 from llmem.parallel import RankTable
-from llmem.parallel.fsdp1_flat import ITEMSIZE, FlatParameter, flatten
-from llmem.parallel.fsdp1_pass import Fsdp1Options, Fsdp1Pass
-from llmem.parallel.fsdp_offload import check_offload, host_note
+from llmem.parallel.fsdp.fsdp1_flat import ITEMSIZE, FlatParameter, flatten
+from llmem.parallel.fsdp.fsdp1_pass import Fsdp1Options, Fsdp1Pass
+from llmem.parallel.fsdp.offload import check_offload, host_note
 from llmem.parallel.host_step import step_on_host
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.parallel.units import Unit, units_of

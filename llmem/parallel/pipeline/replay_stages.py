@@ -24,9 +24,9 @@ from llmem.lifetimes import (
     Phase,
     Trace,
 )
-from llmem.parallel.schedule import Action
-from llmem.parallel.stage_rows import StageRows
-from llmem.parallel.stages import Stages, Window
+from llmem.parallel.pipeline.schedule import Action
+from llmem.parallel.pipeline.stage_rows import StageRows
+from llmem.parallel.pipeline.stages import Stages, Window
 from llmem.spec import RunSpec
 
 STEPS = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from llmem.lifetimes import Trace
 from llmem.parallel import RankTable
 from llmem.parallel.host_step import step_on_host
-from llmem.parallel.zero3 import Zero3Pass
-from llmem.parallel.zero_options import ZeroOptions
-from llmem.parallel.zero_step import trace_step
+from llmem.parallel.zero.options import ZeroOptions
+from llmem.parallel.zero.stage3 import Zero3Pass
+from llmem.parallel.zero.step import trace_step
 from llmem.spec import RunSpec
 
 

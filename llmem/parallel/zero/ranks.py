@@ -6,10 +6,10 @@ from llmem.lifetimes import Trace
 from llmem.parallel import RankTable
 from llmem.parallel.host_step import step_on_host
 from llmem.parallel.sharded_step import device_of
-from llmem.parallel.zero12 import Zero12Pass
-from llmem.parallel.zero_layout import FlatGroup, flat_group, in_model_order
-from llmem.parallel.zero_options import ZeroOptions, options_of
-from llmem.parallel.zero_step import trace_step
+from llmem.parallel.zero.layout import FlatGroup, flat_group, in_model_order
+from llmem.parallel.zero.options import ZeroOptions, options_of
+from llmem.parallel.zero.stage12 import Zero12Pass
+from llmem.parallel.zero.step import trace_step
 from llmem.spec import RunSpec
 
 MANY_RANKS = 8
@@ -25,7 +25,7 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     """The tables of the ranks that differ. Raises LlmemError for impossible settings."""
     options = options_of(trace, spec)
     if options.stage == 3:
-        from llmem.parallel.zero3_ranks import stage3_ranks
+        from llmem.parallel.zero.stage3_ranks import stage3_ranks
 
         return stage3_ranks(trace, spec, options)
     return _stage12(trace, spec, options)

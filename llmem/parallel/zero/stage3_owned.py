@@ -7,9 +7,9 @@ DeepSpeed 0.19, runtime/zero/parameter_offload.py: ``mark_persistent_parameters`
 from __future__ import annotations
 
 from llmem.lifetimes import Parameter, Trace
-from llmem.parallel.zero3_coordinator import Gathered
-from llmem.parallel.zero_layout import owners_of
-from llmem.parallel.zero_options import ZeroOptions
+from llmem.parallel.zero.layout import owners_of
+from llmem.parallel.zero.options import ZeroOptions
+from llmem.parallel.zero.stage3_coordinator import Gathered
 
 LORA_A = ".lora_A."
 """peft's LoRA layers read ``lora_A.weight.dtype`` in forward, which makes it an external parameter

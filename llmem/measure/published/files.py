@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llmem.errors import LlmemError
-from llmem.measure.published_many import public
-from llmem.measure.published_run import (
+from llmem.measure.published.many import public
+from llmem.measure.published.run import (
     METRICS,
     CannotExpress,
     Claim,
@@ -43,7 +43,7 @@ def read(path: Path) -> list[Run]:
             if reader is None:
                 raise LlmemError(
                     f"{path} has none of the known sets of columns; see the readers in "
-                    "llmem.measure.published, or give a record of `llmem measure`"
+                    "llmem.measure.published.files, or give a record of `llmem measure`"
                 )
             return [reader(line) for line in lines]
     except (OSError, UnicodeDecodeError) as error:

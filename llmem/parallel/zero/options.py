@@ -8,8 +8,8 @@ from typing import Any
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Parameter, Trace
-from llmem.parallel.fsdp2_shards import ITEMSIZE
-from llmem.parallel.zero_config import (
+from llmem.parallel.fsdp.fsdp2_shards import ITEMSIZE
+from llmem.parallel.zero.config import (
     STAGES,
     DsConfig,
     Offload,

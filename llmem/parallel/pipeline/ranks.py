@@ -34,12 +34,13 @@ import numpy as np
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Trace
-from llmem.parallel import RankTable, fsdp2_pipeline
+from llmem.parallel import RankTable
 from llmem.parallel.editor import Editor
-from llmem.parallel.replay_stages import STEPS, StageReplay
-from llmem.parallel.schedule import Action, actions, in_flight
+from llmem.parallel.fsdp import fsdp2_pipeline
+from llmem.parallel.pipeline.replay_stages import STEPS, StageReplay
+from llmem.parallel.pipeline.schedule import Action, actions, in_flight
+from llmem.parallel.pipeline.stages import Stages, stages_of
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
-from llmem.parallel.stages import Stages, stages_of
 from llmem.spec import RunSpec
 
 

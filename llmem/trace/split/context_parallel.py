@@ -6,7 +6,7 @@ the batch is cut along the sequence, SDPA becomes a loop over the key and value 
 whose partial outputs are merged in fp32 by their log-sum-exp, and backward passes fp32 gradients
 of keys and values around. Blocks come from one all-gather (``set_rotate_method("allgather")``) or
 go from rank to rank (``"alltoall"``). torch's code itself runs, on meta in a process group that
-talks to nobody. ``ulysses`` is in ``llmem.trace.ulysses``.
+talks to nobody. ``ulysses`` is in ``llmem.trace.split.ulysses``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from llmem.errors import LlmemError
 from llmem.spec import RunSpec
 from llmem.trace.batch import Batch, task_of
+from llmem.trace.split.ulysses import UlyssesAttention, check_heads
 from llmem.trace.step import TrainingStep
-from llmem.trace.ulysses import UlyssesAttention, check_heads
 
 aten = torch.ops.aten
 ROTATE_METHODS = {"allgather": "allgather", "ring": "alltoall"}

@@ -1,7 +1,7 @@
 """Megatron-LM's tensor parallelism on transformers' decoders: ``--tp-plan megatron``, with ``--sp``.
 
 Column-parallel q, k, v, gate and up, row-parallel o and down, a vocabulary-parallel embedding and
-head, and a cross-entropy that leaves the logits split (``llmem.trace.megatron_functions``). Between
+head, and a cross-entropy that leaves the logits split (``llmem.trace.split.megatron_functions``). Between
 them the layers are transformers' own: q, k and v are three layers where Megatron has one, and its
 fused kernels for attention, activations and bias-dropout-add are not here. Vocabularies are padded
 to a multiple of 128 x tp (``_vocab_size_with_padding``). Under ``--sp`` the residual stream is
@@ -18,8 +18,8 @@ import torch
 
 from llmem.errors import LlmemError
 from llmem.spec import RunSpec
-from llmem.trace import tp_plans
-from llmem.trace.megatron_functions import (
+from llmem.trace.split import tp_plans
+from llmem.trace.split.megatron_functions import (
     MAKE_VOCAB_SIZE_DIVISIBLE_BY,
     Linear,
     Ranks,

@@ -29,9 +29,9 @@ import numpy as np
 
 from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
-from llmem.parallel.fsdp1_calls import Call, Hook, calls_of
-from llmem.parallel.fsdp1_flat import ITEMSIZE, FlatParameter
-from llmem.parallel.fsdp1_reentrant import leaf_of_recompute
+from llmem.parallel.fsdp.fsdp1_calls import Call, Hook, calls_of
+from llmem.parallel.fsdp.fsdp1_flat import ITEMSIZE, FlatParameter
+from llmem.parallel.fsdp.fsdp1_reentrant import leaf_of_recompute
 from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
 

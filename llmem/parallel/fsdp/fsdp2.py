@@ -28,8 +28,8 @@ import numpy as np
 
 from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
-from llmem.parallel.fsdp2_hooks import Group, Hook, hooks_of
-from llmem.parallel.fsdp2_shards import ITEMSIZE, Fsdp2Options, padded_shard
+from llmem.parallel.fsdp.fsdp2_hooks import Group, Hook, hooks_of
+from llmem.parallel.fsdp.fsdp2_shards import ITEMSIZE, Fsdp2Options, padded_shard
 from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
 

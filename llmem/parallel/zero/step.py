@@ -16,7 +16,7 @@ from typing import Any
 from llmem.lifetimes import Category, Phase, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.sharded_step import device_of, splice_optimizer
-from llmem.parallel.zero_options import ZeroOptions
+from llmem.parallel.zero.options import ZeroOptions
 from llmem.spec import RunSpec
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Lifetimes
-from llmem.measure.published import Run, read
+from llmem.measure.published.files import Run, read
 from llmem.spec import RunSpec
 
 

@@ -26,13 +26,13 @@ import numpy as np
 from llmem.errors import LlmemError
 from llmem.lifetimes import Category, Parameter, Phase, Trace
 from llmem.parallel import RankTable
-from llmem.parallel.fsdp2 import Fsdp2Pass
-from llmem.parallel.fsdp2_hooks import Group, Hook, hooks_of
-from llmem.parallel.fsdp2_ranks import options_of, tables
-from llmem.parallel.fsdp2_shards import Fsdp2Options
-from llmem.parallel.replay_stages import Copy
-from llmem.parallel.schedule import Action
-from llmem.parallel.stages import Stages
+from llmem.parallel.fsdp.fsdp2 import Fsdp2Pass
+from llmem.parallel.fsdp.fsdp2_hooks import Group, Hook, hooks_of
+from llmem.parallel.fsdp.fsdp2_ranks import options_of, tables
+from llmem.parallel.fsdp.fsdp2_shards import Fsdp2Options
+from llmem.parallel.pipeline.replay_stages import Copy
+from llmem.parallel.pipeline.schedule import Action
+from llmem.parallel.pipeline.stages import Stages
 from llmem.parallel.units import Unit, Window, units_of
 from llmem.spec import RunSpec
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmem.lifetimes import NEVER, Category, Ints, Touch
-from llmem.parallel.stages import Stages, Window
+from llmem.parallel.pipeline.stages import Stages, Window
 
 Mask = NDArray[np.bool_]
 EMBEDDED = "embedding_dense_backward"

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from llmem.errors import LlmemError
-from llmem.measure.published_run import CannotExpress, Line, minor, model_of, whole
+from llmem.measure.published.run import CannotExpress, Line, minor, model_of, whole
 from llmem.spec import RunSpec, make_spec
 
 LENGTH = 650

@@ -12,9 +12,9 @@ import numpy as np
 
 from llmem.lifetimes import TICK, Category, Phase, Touch, Trace
 from llmem.parallel.editor import Editor
-from llmem.parallel.zero3_hooks import own_ops, regions_of
-from llmem.parallel.zero_layout import owners_of
-from llmem.parallel.zero_ready import Backward, backwards_of
+from llmem.parallel.zero.layout import owners_of
+from llmem.parallel.zero.ready import Backward, backwards_of
+from llmem.parallel.zero.stage3_hooks import own_ops, regions_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 

@@ -2,7 +2,7 @@
 
 Read in runtime/zero: ``partition_parameters.py`` (``Init``, ``_all_gather_coalesced``,
 ``_all_gather_sequential``, ``AllGatherCoalescedHandle``), ``parameter_offload.py`` (hooks),
-``partitioned_param_coordinator.py`` (see ``zero3_coordinator``), ``stage3.py`` and
+``partitioned_param_coordinator.py`` (see ``stage3_coordinator``), ``stage3.py`` and
 runtime/comm/coalesced_collectives.py:
 
 * every parameter, frozen or not, is kept as ceil(numel/N) elements; those of the trained ones lie
@@ -26,20 +26,20 @@ import numpy as np
 
 from llmem.lifetimes import TICK, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
-from llmem.parallel.fsdp2_shards import ITEMSIZE
+from llmem.parallel.fsdp.fsdp2_shards import ITEMSIZE
 from llmem.parallel.gradients import gradient_rows
-from llmem.parallel.zero3_coordinator import Coordinator, Gathered, Group, Limits
-from llmem.parallel.zero3_hooks import Hook, Kind, backward_hooks, forward_hooks
-from llmem.parallel.zero3_linear import (
+from llmem.parallel.zero.layout import in_model_order
+from llmem.parallel.zero.options import ZeroOptions
+from llmem.parallel.zero.ready import Backward, backwards_of
+from llmem.parallel.zero.stage3_coordinator import Coordinator, Gathered, Group, Limits
+from llmem.parallel.zero.stage3_hooks import Hook, Kind, backward_hooks, forward_hooks
+from llmem.parallel.zero.stage3_linear import (
     compute_last_layers_again,
     keep_inputs_of_frozen_linears,
 )
-from llmem.parallel.zero3_owned import gathered_by_key, owned_by_module
-from llmem.parallel.zero3_whole import partition_whole_model
-from llmem.parallel.zero_layout import in_model_order
-from llmem.parallel.zero_options import ZeroOptions
-from llmem.parallel.zero_ready import Backward, backwards_of
-from llmem.parallel.zero_step import GroupStep
+from llmem.parallel.zero.stage3_owned import gathered_by_key, owned_by_module
+from llmem.parallel.zero.stage3_whole import partition_whole_model
+from llmem.parallel.zero.step import GroupStep
 
 FP32 = 4
 GATHER_STREAM, REDUCE_STREAM = 1, 2

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from llmem.trace.megatron_functions import (
+from llmem.trace.split.megatron_functions import (
     MAKE_VOCAB_SIZE_DIVISIBLE_BY,
     Linear,
     Ranks,

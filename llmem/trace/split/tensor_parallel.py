@@ -1,9 +1,9 @@
 """Tensor parallelism: shard a model by a plan, and trace one rank of it.
 
 The plan is carried out by transformers itself (its ``tp_plan``, ``distributed/tensor_parallel.py``)
-or by torch's ``parallelize_module`` (``llmem.trace.tp_plans``): parameters become DTensors and
+or by torch's ``parallelize_module`` (``llmem.trace.split.tp_plans``): parameters become DTensors and
 linear layers redistribute their inputs and outputs; or it is acted out on plain tensors
-(``llmem.trace.tp_colossal``, ``llmem.trace.tp_megatron``). On meta the same code runs in a process group
+(``llmem.trace.split.tp_colossal``, ``llmem.trace.split.tp_megatron``). On meta the same code runs in a process group
 that communicates with nobody, so collectives are ops like any other, and allocate what the real
 ones allocate: a functional all-reduce a copy of its input, an all-gather an
 output of all shards, and DTensor's ``cat`` or padding around it.
@@ -24,7 +24,7 @@ from torch.library import Library
 from llmem.errors import LlmemError
 from llmem.installed import installed
 from llmem.spec import RunSpec
-from llmem.trace import tp_colossal, tp_megatron, tp_plans
+from llmem.trace.split import tp_colossal, tp_megatron, tp_plans
 
 # -- the model -------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ Read in runtime/zero/stage_1_and_2.py (class ``DeepSpeedZeroOptimizer``):
 * ``copy_grads_in_partition``: gradients that this rank's partition touches are copied, whole, into
   a buffer of their own (``grads_in_partition``). With another accumulation dtype they are added to
   a flat fp32 partition instead (``_build_compact_grad_partition_buffer``);
-* ``step``: see ``zero_step``; frozen parameters are left as they are.
+* ``step``: see ``step``; frozen parameters are left as they are.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import numpy as np
 from llmem.lifetimes import TICK, Category, Parameter, Phase, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.gradients import gradient_rows
-from llmem.parallel.zero_layout import FlatGroup
-from llmem.parallel.zero_options import ZeroOptions
-from llmem.parallel.zero_ready import Backward, backwards_of
-from llmem.parallel.zero_step import GroupStep
+from llmem.parallel.zero.layout import FlatGroup
+from llmem.parallel.zero.options import ZeroOptions
+from llmem.parallel.zero.ready import Backward, backwards_of
+from llmem.parallel.zero.step import GroupStep
 
 FP32, FP64 = 4, 8
 REDUCTION_STREAM = 1

@@ -15,7 +15,7 @@ from enum import IntEnum
 import numpy as np
 
 from llmem.lifetimes import TICK, Phase, Span, Touch, Trace
-from llmem.parallel.zero_ready import Backward
+from llmem.parallel.zero.ready import Backward
 
 
 class Kind(IntEnum):

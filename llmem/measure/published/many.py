@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llmem.measure.published_megatron import megatron_spec
-from llmem.measure.published_peft import peft_spec
-from llmem.measure.published_run import CannotExpress, Line, Run, model_of, run_of, whole
+from llmem.measure.published.megatron import megatron_spec
+from llmem.measure.published.peft import peft_spec
+from llmem.measure.published.run import CannotExpress, Line, Run, model_of, run_of, whole
 from llmem.spec import RunSpec, make_spec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from llmem.measure.published_run import CannotExpress, Line, whole
+from llmem.measure.published.run import CannotExpress, Line, whole
 from llmem.spec import RunSpec, make_spec
 
 
@@ -17,9 +17,9 @@ def rank_of(line: Line) -> int:
 def megatron_spec(line: Line) -> RunSpec:
     """GPT-345M of July 2023 in fp16, every argument of which the log prints.
 
-    Model, loss and optimizer are Megatron-LM's (``llmem.measure.megatron_gpt``,
+    Model, loss and optimizer are Megatron-LM's (``llmem.measure.published.megatron_gpt``,
     ``llmem.parallel.megatron``): gradients in one fp16 buffer, fp32 main gradients, masters and states,
-    no distributed optimizer; its pipeline is 1F1B (``llmem.parallel.pipeline``), of which the rows of
+    no distributed optimizer; its pipeline is 1F1B (``llmem.parallel.pipeline.ranks``), of which the rows of
     the first stage are read, the fullest. The A800 has an A100's kernels; the container's torch is a
     preview of 2.1.
     """
@@ -34,7 +34,7 @@ def megatron_spec(line: Line) -> RunSpec:
         raise CannotExpress("the global batch is not in the notes")
     import torch
 
-    from llmem.measure.megatron_gpt import GPT_345M, builder
+    from llmem.measure.published.megatron_gpt import GPT_345M, builder
 
     steps = int(found[1]) // (batch * dp)
     return make_spec(

@@ -1,0 +1,1 @@
+"""torch's FSDP, both versions: units, shards, gathers, reductions, wrap policies, offload."""

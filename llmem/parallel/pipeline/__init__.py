@@ -1,0 +1,1 @@
+"""Pipelines: stages, schedules, and a rank's share of them."""
