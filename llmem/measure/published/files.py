@@ -158,7 +158,8 @@ def _fms_spec(line: Line) -> RunSpec:
             "lora_target_modules": tuple(line["target_modules"].split()),
         }  # fmt: skip
     if "bnb" in kernels:
-        fields |= _nf4(prepared="baseline" in kernels, storage=_DTYPES[line["torch_dtype"]])
+        prepared = "baseline" in kernels and gpus == 1
+        fields |= _nf4(prepared=prepared, storage=_DTYPES[line["torch_dtype"]])
     flag = {name: True for name in ("bf16", "fp16") if line[name] == "True"}
     if "bnb" in kernels and not flag:  # these ran with the flag even where it is not recorded
         flag = {_DTYPES[line["torch_dtype"]]: True}
@@ -176,8 +177,9 @@ def _nf4(*, prepared: bool, storage: str) -> dict[str, Any]:
     """QLoRA, where RunSpec has a field for quantised weights.
 
     Adapters of quantised layers are fp32 in every version of peft; what peft upcasts, TRL casts back
-    under bf16. Under FSDP the 4-bit weights are
-    stored in the dtype of the other parameters.
+    under bf16. Under FSDP the 4-bit weights are stored in the dtype of the other parameters and lie on
+    the host when the trainer is made, for which SFTTrainer leaves ``prepare_model_for_kbit_training``
+    out (``is_sharded_qlora``).
     """
     if "quantization" not in RunSpec.model_fields:
         raise CannotExpress("4-bit weights (bitsandbytes) are not modelled")
