@@ -207,6 +207,7 @@ def test_nothing_is_left_changed() -> None:
         assert (trace.lifetimes.death != NEVER).any()
     assert torch.nn.functional.scaled_dot_product_attention is sdpa
     assert (dict(torch_cp.custom_ops), ALL_ATTENTION_FUNCTIONS["sdpa"]) == before
+    assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping  # it would hide later registrations
     assert torch_cp._cp_options.rotate_method is torch_cp._RotateMethod.ALL_GATHER
 
 

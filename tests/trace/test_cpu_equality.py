@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from experiments.real_cpu.cases import CASES, spec_of
@@ -37,4 +39,5 @@ def test_allocations_are_those_the_profiler_sees(model: str, case: str) -> None:
     # What is left are scalars: a Python number that a product keeps for backward is 8 bytes.
     assert 0 <= found.real_without_scratch - found.predicted < 0.0002 * found.predicted
     gap = found.real - found.real_without_scratch
-    assert gap < 0.02 * found.predicted or found.scratch.startswith("1 x 80256 bytes in mm")
+    # oneDNN's scratch of a bf16 product has a size of the processor's and its threads'.
+    assert gap < 0.02 * found.predicted or re.match(r"1 x \d+ bytes in mm", found.scratch)

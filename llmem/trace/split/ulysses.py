@@ -65,14 +65,15 @@ class UlyssesAttention:
     @contextmanager
     def in_place_of(self, name: str) -> Iterator[None]:
         """Stand for transformers' attention function ``name``, as DeepSpeed registers itself."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+        from transformers import AttentionInterface
 
-        self._attention = functions[name]
-        functions[name] = self
+        # The table of the class: an entry of ALL_ATTENTION_FUNCTIONS itself would hide it for good.
+        self._attention = AttentionInterface()[name]
+        AttentionInterface.register(name, self)
         try:
             yield
         finally:
-            functions[name] = self._attention
+            AttentionInterface.register(name, self._attention)
 
     def __call__(
         self,
