@@ -1,6 +1,6 @@
 """Real runs of FSDP2 as accelerate prepares it, over gloo, and the predictions' errors.
 
-    python experiments/real_runs/accelerate_fsdp2.py measure|table [--only TEXT]
+    python -m experiments.real_runs.accelerate_fsdp2 measure|table [--only TEXT]
 
 Every process shards its model with accelerate's own ``fsdp2_prepare_model``: blocks, the embedding,
 [final norm, head] and the root, or with tied weights one unit of the ends. Families of ``matrix``.

@@ -1,6 +1,6 @@
 """Real context parallelism on CPU over gloo, and the table of predictions' errors.
 
-    python experiments/real_runs/context_parallel.py measure|table [--only TEXT]
+    python -m experiments.real_runs.context_parallel measure|table [--only TEXT]
 
 torch's ``context_parallel`` (``cp-allgather-``, ``cp-ring-``) and Ulysses (``cp-ulysses-``) on 2 and 4
 processes, under DDP and FSDP2, for two families, checkpointing in turn. torch registers its loop for
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from matrix import command, table
-from tensor_parallel import _WIDTHS, FAMILIES
+from tensor_parallel import FAMILIES, WIDTHS
 
 from llmem.spec import RunSpec, make_spec
 
@@ -36,7 +36,7 @@ def configurations() -> Iterator[tuple[str, RunSpec]]:
     cases = product(("llama", "qwen2"), COMMUNICATION, DEGREES)
     for number, (family, comm, (cp, gpus, strategy)) in enumerate(cases):
         checkpointing, bf16 = bool(number % 2), comm == "ulysses" and number % 4 > 1
-        fields: dict[str, Any] = {"model_type": family, **_WIDTHS, **FAMILIES[family]}
+        fields: dict[str, Any] = {"model_type": family, **WIDTHS, **FAMILIES[family]}
         spec = make_spec(
             model=fields,
             per_device_train_batch_size=3,

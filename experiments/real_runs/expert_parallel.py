@@ -1,6 +1,6 @@
 """Real expert parallelism on CPU over gloo, and the table of predictions' errors.
 
-    python experiments/real_runs/expert_parallel.py measure|table [--only TEXT]
+    python -m experiments.real_runs.expert_parallel measure|table [--only TEXT]
 
 transformers' ep_plan on 2 and 4 processes for two families: ranks that share a batch, with the rest of
 the model whole (``ep-shared-``) and tensor-parallel (``ep-tp-``), and ranks with a batch each
@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from matrix import command, table
-from tensor_parallel import _WIDTHS
+from tensor_parallel import WIDTHS
 
 from llmem.spec import RunSpec, make_spec
 
@@ -44,7 +44,7 @@ def configurations() -> Iterator[tuple[str, RunSpec]]:
     for number, ((family, rest), (plan, fields), degree) in enumerate(cases):
         bf16, checkpointing = bool(number % 2), bool(number // 2 % 2)
         spec = make_spec(
-            model={**_WIDTHS, **rest, "model_type": family, "tie_word_embeddings": False},
+            model={**WIDTHS, **rest, "model_type": family, "tie_word_embeddings": False},
             per_device_train_batch_size=4,
             seq_length=28,
             param_dtype="fp32",

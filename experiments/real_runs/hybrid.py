@@ -1,6 +1,6 @@
 """Real runs of hybrid sharding and of ``reshard_after_forward=N`` over gloo, and their errors.
 
-    python experiments/real_runs/hybrid.py measure|table [--only TEXT]
+    python -m experiments.real_runs.hybrid measure|table [--only TEXT]
 
 Four processes: FSDP2 on meshes of 2 replicas x 2 shards (``hsdp``) and of 4 replicas (``alone``),
 FSDP2 that keeps half of each gathered block after forward (``half``), and FSDP1's HYBRID_SHARD and

@@ -1,7 +1,7 @@
 """Real runs on CPU over gloo, one record per configuration, and the table of predictions' errors.
 
-    python experiments/real_runs/matrix.py measure [--strategy NAME ...] [--only TEXT]
-    python experiments/real_runs/matrix.py table [--strategy NAME ...]
+    python -m experiments.real_runs.matrix measure [--strategy NAME ...] [--only TEXT]
+    python -m experiments.real_runs.matrix table [--strategy NAME ...]
 
 ``measure`` trains every configuration for three steps with the real framework and writes
 ``records/<name>.json``; ``table`` compares the committed records with ``llmem.estimate``.

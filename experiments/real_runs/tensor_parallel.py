@@ -1,6 +1,6 @@
 """Real tensor parallelism on CPU over gloo, and the table of predictions' errors.
 
-    python experiments/real_runs/tensor_parallel.py measure|table [--only TEXT]
+    python -m experiments.real_runs.tensor_parallel measure|table [--only TEXT]
 
 transformers' tp_plan on 2 and 4 processes, alone (``tp-``) and under FSDP2 (``tp-fsdp2-``), and
 torchtitan's plan (``tp-titan-``, ``tp-titan-fsdp2-``), plain, with sequence parallelism (``sp``) and

@@ -1,6 +1,6 @@
 """Real ZeRO-3 runs that start from whole models in memory, over gloo, and the predictions' errors.
 
-    python experiments/real_runs/zero_init.py measure|table [--only TEXT]
+    python -m experiments.real_runs.zero_init measure|table [--only TEXT]
 
 DeepSpeed gets a whole model in every process and partitions it (``--zero-init false``), so that its
 setup counts: under LoRA with checkpointing it is the peak. Families of ``matrix``, in bf16 from the

@@ -174,15 +174,13 @@ def _fms_spec(line: Line) -> RunSpec:
 
 
 def _nf4(*, prepared: bool, storage: str) -> dict[str, Any]:
-    """QLoRA, where RunSpec has a field for quantised weights.
+    """Fields of QLoRA in nf4.
 
     Adapters of quantised layers are fp32 in every version of peft; what peft upcasts, TRL casts back
     under bf16. Under FSDP the 4-bit weights are stored in the dtype of the other parameters and lie on
     the host when the trainer is made, for which SFTTrainer leaves ``prepare_model_for_kbit_training``
     out (``is_sharded_qlora``).
     """
-    if "quantization" not in RunSpec.model_fields:
-        raise CannotExpress("4-bit weights (bitsandbytes) are not modelled")
     return {
         "method": "qlora", "quantization": "nf4", "prepare_kbit": "trl" if prepared else "none",
         "bnb_4bit_quant_storage": storage, "autocast_adapter_dtype": True,
