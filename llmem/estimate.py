@@ -169,7 +169,9 @@ def _measure(
 ) -> Rank:
     exact = not device.is_cuda
     emptied = table.trace.cache_emptied
-    timeline = replay(table.lifetimes, exact=exact, conf=conf, cache_emptied=emptied)
+    timeline = replay(
+        table.lifetimes, exact=exact, conf=conf, cache_emptied=emptied, held=table.held
+    )
     index = timeline.peak_index()
     starts = table.trace.step_ticks
     return Rank(
@@ -207,10 +209,19 @@ def outside_allocator(device: DeviceProfile, spec: RunSpec) -> dict[str, int]:
 
 
 def _communicators(spec: RunSpec) -> list[int]:
-    """Ranks of each NCCL communicator: one per mesh dimension with more than one rank."""
-    data = spec.gpus // (max(spec.tp, spec.ep) * spec.pp)
+    """Ranks of each NCCL communicator: one for each mesh dimension whose ranks exchange tensors in a step.
+
+    NCCL makes a communicator at a group's first collective, and each dimension of a mesh is a group of its
+    own, even if another one has the same ranks (``DeviceMesh._flatten``). FSDP shards over dp x cp (torchtitan's
+    ``fsdp``, accelerate's ``dp_shard_cp``), attention exchanges keys over cp; the dimension of dp alone
+    deals out batches and has no communicator. Left out: the group of all ranks that averages a logged loss.
+    """
+    apart = spec.ep > 1 and spec.ep_plan == "alltoall" and spec.strategy != "none"
+    data = spec.gpus // (max(spec.tp, 1 if apart else spec.ep) * spec.pp)
     shard = spec.shard_ranks if data % spec.shard_ranks == 0 else data
-    return [ranks for ranks in (shard, data // shard, spec.tp, spec.cp, spec.ep, spec.pp) if ranks > 1]
+    experts = shard // spec.ep if apart else 1
+    degrees = (shard, data // shard, experts, spec.tp, spec.cp, spec.ep, spec.pp)
+    return [ranks for ranks in degrees if ranks > 1]
 
 
 def _fit(
@@ -219,7 +230,8 @@ def _fit(
     capacity = device.capacity
     room = capacity - sum(outside.values())
     emptied = worst.table.trace.cache_emptied
-    timeline = replay(worst.table.lifetimes, conf=conf, capacity=room, cache_emptied=emptied)
+    table, held = worst.table.lifetimes, worst.table.held
+    timeline = replay(table, conf=conf, capacity=room, cache_emptied=emptied, held=held)
     gib = 2**30
     if timeline.oom is not None:
         at = locate(timeline, worst.table.trace, timeline.oom.event)

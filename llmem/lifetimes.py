@@ -47,6 +47,29 @@ class Together(NamedTuple):
         return ", ".join(self.modules)
 
 
+class Recorded(NamedTuple):
+    """A call of ``Tensor.record_stream``: another stream uses the block, which waits for it when freed.
+
+    ``on_compute``: that stream computes with it, else it communicates or copies. ``by_nccl``: the
+    call is ProcessGroupNCCL's own, which torch 2.8 stopped making, not the engine's.
+    """
+
+    on_compute: bool = False
+    by_nccl: bool = False
+
+
+class HostWait(NamedTuple):
+    """At ``tick`` the CPU waits for the GPU.
+
+    Then all compute kernels launched before the tick ``compute`` are done, and all collectives
+    launched before ``communication``.
+    """
+
+    tick: int
+    compute: int
+    communication: int
+
+
 class Category(IntEnum):
     """What a storage is for."""
 
@@ -290,10 +313,18 @@ class Trace:
     """Names of the blocks that engines shard as one (the model's ``_no_split_modules``)."""
     together: list[Together] = field(default_factory=list)
     """Modules beside them that FSDP2 shards as one."""
+    experts: list[str] = field(default_factory=list)
+    """Names of the modules of experts of which an expert-parallel rank holds a part."""
     cache_emptied: list[int] = field(default_factory=list)
     """Ticks at which an engine empties the allocator's cache."""
+    recorded: dict[int, Recorded] = field(default_factory=dict)
+    """Lifetime's row -> what an engine recorded of it."""
+    host_waits: list[HostWait] = field(default_factory=list)
+    """Where an engine lets the CPU wait for the GPU."""
     sharded: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Parameter key -> (dimension, its whole size) that tensor-parallel ranks cut in chunks."""
+    tensor_rank: tuple[int, int] = (0, 1)
+    """The rank among those that hold chunks of the same tensors, and their number."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, state_elements and state_bytes (host scalars included), after the last step."""
     tracing_seconds: float = 0.0

@@ -83,6 +83,13 @@ _WHAT = [
         help="full: logits of all tokens; chunked: TRL's, 256 tokens at a time; liger: Liger's "
         "fused linear cross-entropy alone.",
     ),
+    click.option("--compile", is_flag=True, default=None, help="torch.compile, by Inductor."),
+    click.option(
+        "--compile-scope",
+        type=click.Choice(["model", "blocks", "regions"]),
+        help="model: as TrainingArguments.torch_compile (default); blocks: each layer, as torchtitan; "
+        "regions: each layer and what is around them, as accelerate's use_regional_compilation.",
+    ),
     click.option(
         "--packed", is_flag=True, default=None,
         help="One row of all tokens and its position_ids, as DataCollatorWithFlattening makes it.",
@@ -157,18 +164,27 @@ _WHERE = [
         type=click.Choice(["allgather", "ring", "ulysses"]),
         help="torch's context_parallel with all-gather (default) or a ring; or DeepSpeed-Ulysses.",
     ),
-    click.option("--ep", type=int, metavar="N", help="Expert-parallel degree."),
+    click.option(
+        "--ep", type=int, metavar="N",
+        help="Expert-parallel degree; with fsdp2 and ddp, what is no expert is shared by all.",
+    ),
     click.option(
         "--ep-plan",
         type=click.Choice(["transformers", "alltoall"]),
-        help="transformers: ranks share a batch and slice it (default); alltoall: each has its own.",
+        help="transformers: ranks share a batch and slice it (default); alltoall: each has its own, "
+        "as torchtitan's and transformers' fsdp_size with ep_size.",
     ),
     click.option(
         "--routing-balance", type=float, metavar="X",
         help="Tokens of an average expert-parallel rank over the busiest one's; default 1: even.",
     ),
     click.option("--pp", type=int, metavar="N", help="Pipeline-parallel degree."),
-    click.option("--pp-schedule", type=click.Choice(["gpipe", "1f1b", "interleaved"])),
+    click.option(
+        "--pp-schedule",
+        type=click.Choice(
+            ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
+        ),
+    ),
     click.option("--micro-batches", type=int, metavar="M", help="Parts of the batch under --pp."),
     click.option("--virtual-stages", type=int, metavar="N", help="Stages per rank, interleaved."),
     click.option("--gpu", metavar="NAME", help="See `llmem gpus`; 'cpu' assumes CPU kernels."),
@@ -220,6 +236,18 @@ _WHERE = [
     click.option(
         "--dp-replicate-size", "--data-parallel-replicate-degree", "dp_replicate_size",
         type=int, metavar="N", help="HSDP: copies of the parameters (accelerate's, torchtitan's).",
+    ),
+    click.option(
+        "--use-distributed-optimizer", is_flag=True, default=None, help="Of --strategy megatron."
+    ),
+    click.option(
+        "--overlap-grad-reduce", is_flag=True, default=None,
+        help="Of that optimizer: buckets. (Megatron's --overlap-param-gather changes no memory.)",
+    ),
+    click.option(
+        "--record-streams", is_flag=True, default=None,
+        help="Hold blocks that Tensor.record_stream was called on (FSDP1, ZeRO-3; collectives before "
+        "torch 2.8, with TORCH_NCCL_AVOID_RECORD_STREAMS=0) until the CPU waits for the GPU.",
     ),
     click.option("--alloc-conf", metavar="CONF", help="What PYTORCH_ALLOC_CONF takes."),
 ]

@@ -100,10 +100,11 @@ def plan(
 def default_strategies(spec: RunSpec) -> list[str]:
     """Every strategy that the number of GPUs allows and an engine models."""
     alone = spec.gpus == max(spec.tp, spec.ep) * spec.pp
+    shared = spec.ep > 1 and spec.ep_plan == "alltoall"  # the ranks still share the rest
     return [
         strategy
         for strategy in ORDER
-        if (strategy == "none") == alone
+        if ((strategy == "none") == alone or (alone and shared))
         and is_modelled(spec.model_copy(update={"strategy": strategy}))
     ]
 

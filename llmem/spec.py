@@ -21,11 +21,12 @@ CheckpointPolicy = Literal["full", "op"]
 Loss = Literal["full", "chunked", "liger"]
 Kernels = Literal["model", "foak", "foak-liger"]
 Quantization = Literal["none", "int8", "nf4", "fp4"]
+CompileScope = Literal["model", "blocks", "regions"]
 TPPlan = Literal["transformers", "torchtitan", "colossal", "megatron"]
 CPComm = Literal["allgather", "ring", "ulysses"]
 EPPlan = Literal["transformers", "alltoall"]
 FSDPUnits = Literal["blocks", "accelerate"]
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 Task = Literal["train", "generate"]
 CacheImplementation = Literal["dynamic", "static"]
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
@@ -88,6 +89,8 @@ class RunSpec(BaseModel):
     hold_outputs: bool = Field(
         False, description="outputs and loss of a step live until the next forward replaces them"
     )
+    compile: bool = Field(False, description="torch.compile (TrainingArguments.torch_compile)")
+    compile_scope: CompileScope = Field("model", description="what is compiled as one")
     zero_grad: ZeroGrad = Field(
         "before_forward", description="when old gradients are dropped, in the loop's own order"
     )
@@ -181,6 +184,15 @@ class RunSpec(BaseModel):
         True, description="ZeRO-3: parameters are partitioned while they are loaded"
     )
     offload: Literal["none", "optimizer", "all"] = "none"
+    use_distributed_optimizer: bool = Field(
+        False, description="Megatron-LM's: masters and optimizer states are divided among ranks"
+    )
+    overlap_grad_reduce: bool = Field(
+        False, description="Megatron-LM's: its buffers are cut in buckets; reductions overlap backward"
+    )
+    record_streams: bool = Field(
+        False, description="blocks whose streams are recorded wait for the GPU (an upper bound)"
+    )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] | None = Field(
         None, description="classes that FSDP wraps; none: the root alone; None: _no_split_modules"
     )

@@ -95,12 +95,15 @@ def replay(
     capacity: int | None = None,
     addresses: bool = False,
     cache_emptied: Sequence[int] = (),
+    held: Ints | None = None,
 ) -> Timeline:
     """Run lifetimes through the caching allocator.
 
     ``exact`` counts requested bytes only, as on a CPU, where nothing is rounded or cached.
     ``capacity`` is what the allocator may reserve, in bytes (None: no limit); a request that does
     not fit ends the timeline with ``oom``. ``cache_emptied``: ticks of ``torch.cuda.empty_cache``.
+    ``held`` [rows]: ticks until which freed blocks wait for other streams (see
+    ``llmem.parallel.record_streams``).
     """
     events = lifetimes.events()
     if exact:
@@ -115,6 +118,7 @@ def replay(
         capacity=capacity,
         want_addresses=addresses,
         emptied=np.searchsorted(events.tick, cache_emptied).tolist(),
+        held=_held_events(lifetimes, events, held),
     )
     oom = None
     if result.oom is not None:
@@ -137,6 +141,15 @@ def replay(
         addresses=result.addresses,
         layout=result.segments,
     )
+
+
+def _held_events(lifetimes: Lifetimes, events: Events, held: Ints | None) -> dict[int, int]:
+    """Row -> the first event at or after the tick until which its block is held."""
+    if held is None:
+        return {}
+    rows = np.flatnonzero(held > lifetimes.death)
+    until = np.searchsorted(events.tick, held[rows])
+    return dict(zip(rows.tolist(), until.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from llmem.errors import LlmemError
+from llmem.parallel.pipeline.schedule import LOOPED
+from llmem.parallel.record_streams import records_streams
 from llmem.spec import RunSpec
 
 
@@ -61,8 +63,13 @@ RULES = (
         "SDPA", "leave --attn-implementation out",
     ),
     _Rule(
-        ("alloc_conf",), lambda spec: spec.gpu != "cpu",
+        ("alloc_conf", "record_streams"), lambda spec: spec.gpu != "cpu",
         "the CUDA allocator", "name another --gpu than cpu",
+    ),
+    _Rule(
+        ("record_streams",), records_streams,
+        "FSDP1, ZeRO-3, and before torch 2.8 of collectives, whose tensors are freed in a step",
+        "use --strategy fsdp or zero3, or add --as-torch 2.7 to tensor parallelism",
     ),
     _Rule(("packed_documents",), lambda spec: spec.packed, "packed batches", "add --packed"),
     _Rule(
@@ -73,7 +80,8 @@ RULES = (
     _Rule(
         ("gradient_accumulation_steps", "optim", "max_grad_norm", "optimizer_in_backward",
          "gradient_checkpointing", "checkpoint_every", "checkpoint_policy", "use_reentrant",
-         "activation_offload", "loss", "packed"),
+         "activation_offload", "loss", "packed",
+         "record_streams"),
         lambda spec: spec.task != "generate",
         "training", "leave it or --task generate out",
     ),
@@ -85,7 +93,7 @@ RULES = (
         "pipeline parallelism", "add --pp N",
     ),
     _Rule(
-        ("virtual_stages",), lambda spec: spec.pp_schedule == "interleaved",
+        ("virtual_stages",), lambda spec: spec.pp_schedule in LOOPED,
         "the interleaved schedule", "add --pp-schedule interleaved",
     ),
     _Rule(
@@ -107,6 +115,14 @@ RULES = (
     _Rule(
         ("bucket_cap_mb", "gradient_as_bucket_view"), _strategy("ddp"),
         "DDP", "use --strategy ddp",
+    ),
+    _Rule(
+        ("use_distributed_optimizer", "overlap_grad_reduce"), _strategy("megatron"),
+        "Megatron-LM", "use --strategy megatron",
+    ),
+    _Rule(
+        ("overlap_grad_reduce",), lambda spec: spec.use_distributed_optimizer,
+        "the distributed optimizer, whose buckets are padded", "add --use-distributed-optimizer",
     ),
     _Rule(
         ("deepspeed",), _strategy("zero1", "zero2", "zero3"),

@@ -32,17 +32,18 @@ from llmem.trace.build import prepare
 from llmem.trace.kernels import kernels_of
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.run import frees_by_reference_count, quiet, trace_spec
-from llmem.trace.split import tensor_parallel
+from llmem.trace.split import process_group
+from llmem.trace.split.process_group import rank_of
 
 
 @contextmanager
 def collectives_on_meta() -> Iterator[None]:
     """What a traced tensor-parallel rank has around it, for a group that somebody else makes."""
     with ExitStack() as stack:
-        tensor_parallel._forget_shapes()
-        stack.callback(tensor_parallel._forget_shapes)
-        tensor_parallel._collectives_on_meta(stack)
-        tensor_parallel._propagation_unseen(stack)
+        process_group._forget_shapes()
+        stack.callback(process_group._forget_shapes)
+        process_group._collectives_on_meta(stack)
+        process_group._propagation_unseen(stack)
         yield
 
 
@@ -66,7 +67,7 @@ def peak_of_tp(spec: RunSpec) -> int:
     tracker = MemTracker()
     with ExitStack() as stack:
         stack.enter_context(quiet())
-        stack.enter_context(tensor_parallel.rank_of(spec.tp, 0))
+        stack.enter_context(rank_of(spec.tp, 0))
         prepared = prepare(spec, device="meta", cuda=False)
         stack.enter_context(kernels_of(get_device("cpu"), lambda sentence: None))
         stack.enter_context(multi_tensor_ops_on_meta())

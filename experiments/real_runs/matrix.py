@@ -110,11 +110,14 @@ def _deepspeed(strategy: str, family: str) -> dict[str, Any]:
 
 
 def measure_matrix(chosen: dict[str, RunSpec]) -> None:
-    """Measure all of ``chosen``, started once per strategy and number of ranks."""
-    batches: dict[tuple[str, int], list[str]] = defaultdict(list)
+    """Measure all of ``chosen``, started once per strategy and number of ranks.
+
+    Compiled ones alone: Dynamo remembers what it has met in a process.
+    """
+    batches: dict[tuple[str, int, str], list[str]] = defaultdict(list)
     for name, spec in chosen.items():
-        batches[spec.strategy, spec.gpus].append(name)
-    for (strategy, ranks), names in batches.items():
+        batches[spec.strategy, spec.gpus, name if spec.compile else ""].append(name)
+    for (strategy, ranks, _), names in batches.items():
         print(f"{strategy}, {ranks} ranks: {len(names)} configurations", flush=True)
         records = measure_all([chosen[name] for name in names])
         for name, record in zip(names, records, strict=True):
@@ -127,8 +130,7 @@ def table(names: Iterable[str]) -> None:
     print(f"{'configuration':32} {'peak, bytes':>11} {'peak':>9} {'first':>9} {'steady':>9} "
           f"{'boundary':>9}")  # fmt: skip
     for name in names:
-        [path] = sorted(RECORDS.glob(f"{name}.json*"))
-        rows = validate(read_record(path), boundaries=True)
+        rows = validate(record_of(name), boundaries=True)
         worst = {
             kind: max((r.error for r in rows if r.metric.split(".")[0] == kind), key=abs, default=0)
             for kind in ("peak", "first", "boundary")
@@ -146,6 +148,26 @@ def table(names: Iterable[str]) -> None:
         )
 
 
+def record_of(name: str) -> dict[str, Any]:
+    """The committed record of a configuration. Ends the program with a sentence if there is none."""
+    paths = sorted(RECORDS.glob(f"{name}.json*"))
+    if not paths:
+        raise SystemExit(f"{name} has no record in {RECORDS}; run `measure --only {name}` first")
+    return read_record(paths[0])
+
+
+def chosen_of(every: Iterable[tuple[str, RunSpec]], text: str) -> dict[str, RunSpec]:
+    """Those whose name contains ``text``. Ends the program with a sentence if there are none."""
+    specs = dict(every)
+    chosen = {name: spec for name, spec in specs.items() if text in name}
+    if not chosen:
+        raise SystemExit(
+            f"no configuration has {text!r} in its name; try --only with a part of one like "
+            f"{next(iter(specs), 'none')}"
+        )
+    return chosen
+
+
 def command(
     arguments: list[str],
     description: str,
@@ -157,7 +179,7 @@ def command(
     parser.add_argument("action", choices=["measure", "table"])
     parser.add_argument("--only", default="", help="names that contain this text")
     given = parser.parse_args(arguments)
-    chosen = {name: spec for name, spec in every if given.only in name}
+    chosen = chosen_of(every, given.only)
     if given.action == "measure":
         measure_matrix(chosen)
     else:
@@ -170,7 +192,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--strategy", nargs="*", default=STRATEGIES)
     parser.add_argument("--only", default="", help="names that contain this text")
     given = parser.parse_args(arguments)
-    chosen = {n: s for n, s in configurations(given.strategy) if given.only in n}
+    chosen = chosen_of(configurations(given.strategy), given.only)
     if given.action == "measure":
         measure_matrix(chosen)
     else:

@@ -26,10 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from matrix import FAMILIES as SHALLOW
-from matrix import LORA, RECORDS, command
+from matrix import LORA, command, record_of
 
 from llmem.measure import validate
-from llmem.measure.launch import read_record
 from llmem.spec import RunSpec, make_spec
 
 LAYERS = 9  # eight stages of four ranks, and one layer more for the first
@@ -86,8 +85,7 @@ def table(names: Iterable[str]) -> None:
     errors = []
     print(f"{'configuration':36} {'largest peak':>12} {'first':>9} {'steady':>9}  peak, by rank")
     for name in names:
-        [path] = sorted(RECORDS.glob(f"{name}.json*"))
-        rows = validate(read_record(path))
+        rows = validate(record_of(name))
         first, steady = (
             max((r.error for r in rows if r.metric == kind), key=abs)
             for kind in ("first", "steady")

@@ -3,18 +3,15 @@
     python -m experiments.real_runs.pipeline_tensor measure|table [--only TEXT]
 
 Two stages of two tensor-parallel ranks each, with transformers' plan (``hf``), torchtitan's
-(``titan``) and that with sequence parallelism (``titan-sp``), in fp32 and bf16 parameters.
-
-The first step is up to 5 % higher than predicted where its peak is the optimizer's: the embedding's
-gradient is a view of one of the whole vocabulary, and AdamW makes a copy of the rank's part, which
-the optimizer traced on a stage's shards lacks. The largest peak, of later steps, is not there.
+(``titan``), that with sequence parallelism (``titan-sp``) and with loss parallelism too
+(``titan-sp-loss``), in fp32 and bf16 parameters; the last four under schedules that part backward.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +27,21 @@ PLANS: dict[str, dict[str, Any]] = {
     "hf": {"tp_plan": "transformers"},
     "titan": {"tp_plan": "torchtitan"},
     "titan-sp": {"tp_plan": "torchtitan", "sp": True},
+    "titan-sp-loss": {"tp_plan": "torchtitan", "sp": True, "loss_parallel": True},
 }
 SCHEDULES = ("1f1b", "gpipe")
+PARTED = (
+    ("hf", "llama", "zbv"),
+    ("titan", "qwen2", "interleaved-zero-bubble"),
+    ("titan-sp", "llama", "interleaved-zero-bubble"),
+    ("titan-sp", "qwen2", "zbv"),
+)
 
 
 def configurations() -> Iterator[tuple[str, RunSpec]]:
     """Name and RunSpec of each; precision and checkpointing rotate."""
-    for number, (plan, family, schedule) in enumerate(product(PLANS, ("llama", "qwen2"), SCHEDULES)):
+    whole = product(PLANS, ("llama", "qwen2"), SCHEDULES)
+    for number, (plan, family, schedule) in enumerate(chain(whole, PARTED)):
         dtype, again = ("fp32", "bf16")[number % 2], number // 2 % 2 == 1
         name = f"pp-tp-{plan}-{family}-{schedule}-{dtype}{'-ckpt' if again else ''}"
         yield name, make_spec(

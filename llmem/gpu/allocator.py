@@ -222,9 +222,10 @@ class CachingAllocator:
             self._free_block(block)
 
     def complete(self, block: Block) -> None:
-        """The other streams are done with a block whose free was deferred."""
-        del self._awaiting[block.address]
-        self._free_block(block)
+        """The other streams are done with a block whose free was deferred (if it still is)."""
+        if self._awaiting.get(block.address) is block:
+            del self._awaiting[block.address]
+            self._free_block(block)
 
     def process_deferred(self) -> None:
         """Completes every deferred free."""

@@ -6,7 +6,7 @@ each event. `replay_log` checks the model against a recorded history of a real p
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,12 +71,14 @@ def replay_events(
     want_curve: bool = True,
     want_addresses: bool = False,
     emptied: Collection[int] = (),
+    held: Mapping[int, int] | None = None,
 ) -> ReplayResult:
     """Replays mallocs (kind 0, `nbytes` bytes on `streams`) and frees (kind 1) of lifetimes `ids`.
 
     Arrays of shape [events]; `nbytes` and `streams` of a free are not read. `want_addresses`
     adds the address of every id and the final segments, for a snapshot. The cache is emptied before
-    the events whose indices are in `emptied`.
+    the events whose indices are in `emptied`. `held`: id -> the event before which its block, freed
+    earlier, becomes free to reuse (`Tensor.record_stream`); until then it is active, not allocated.
     """
     allocator = CachingAllocator(
         conf, capacity, device_total=device_total, memory_fraction=memory_fraction
@@ -85,14 +87,22 @@ def replay_events(
     live: dict[int, Block] = {}
     addresses: dict[int, int] = {}
     curve: list[tuple[int, int, int]] = []
+    held = held or {}
+    deferred: dict[int, list[Block]] = {}
     oom = None
     columns = [np.asarray(column).tolist() for column in (kind, ids, nbytes)]
     columns.append(np.asarray(streams).tolist() if streams is not None else [0] * len(columns[0]))
     for index, (action, key, size, stream) in enumerate(zip(*columns, strict=True)):
         if emptied and index in emptied:
             allocator.empty_cache()
+        if deferred:
+            for block in deferred.pop(index, ()):
+                allocator.complete(block)
         if action == FREE:
-            free(live.pop(key))
+            block, until = live.pop(key), held.get(key, index)
+            free(block, defer=until > index)
+            if until > index:
+                deferred.setdefault(until, []).append(block)
         else:
             try:
                 live[key] = block = malloc(size, stream)

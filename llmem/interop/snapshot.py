@@ -24,7 +24,9 @@ def write_memory_viz(result: Estimate, path: Path) -> None:
     table = result.worst.table
     conf = AllocConf.parse(result.spec.alloc_conf)
     emptied = table.trace.cache_emptied
-    timeline = replay(table.lifetimes, conf=conf, addresses=True, cache_emptied=emptied)
+    timeline = replay(
+        table.lifetimes, conf=conf, addresses=True, cache_emptied=emptied, held=table.held
+    )
     try:
         write_snapshot(path, _rows(timeline, table.trace), timeline.layout)
     except OSError as error:

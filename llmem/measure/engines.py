@@ -7,7 +7,7 @@ the arguments that accelerate passes where RunSpec has no field for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,13 +18,21 @@ from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
 from llmem.measure import accelerate_fsdp2
 from llmem.measure.cpu_memory import HOST
+from llmem.measure.expert_engines import (
+    check_measurable,
+    reduce_experts_apart,
+    shard_experts_apart,
+)
 from llmem.measure.marks import Mark
 from llmem.parallel.fsdp.fsdp2_ranks import DTYPES
 from llmem.parallel.fsdp.wrapping import wrapped_names
 from llmem.spec import RunSpec, checkpoints_calls
 from llmem.trace.build import Prepared, blocks_of, prepare
+from llmem.trace.compiled.regions import compile_parts
 from llmem.trace.mixed_precision import inside_engine
 from llmem.trace.split import tensor_parallel
+from llmem.trace.split.expert_parallel import replicas_of_experts
+from llmem.trace.split.process_group import sharing
 from llmem.trace.step import Watcher
 
 
@@ -67,19 +75,19 @@ def build(spec: RunSpec, device: str) -> Wrapped:
         raise LlmemError(
             f"--tp with --strategy {spec.strategy} cannot be measured; use --strategy fsdp2 or none"
         )
-    if spec.ep > 1 and (spec.strategy != "none" or spec.routing_balance != 1):
-        raise LlmemError(
-            "--ep is measured alone, its tokens dealt out evenly; use --strategy none without "
-            "--routing-balance"
-        )
+    check_measurable(spec)
     prepared = _prepare(spec, device)
     prepared.step.clip_foreach = None  # torch's own choice for the tensors that it meets
     blocks = [(name, prepared.model.get_submodule(name)) for name in blocks_of(prepared.model)]
     host_bytes = sum(tensor.nbytes for tensor in prepared.step.make_batch().values())
     if device == "cuda":
         _move_batches(prepared)
+    if spec.compile and spec.compile_scope != "model":
+        compile_parts(prepared.step, [name for name, _ in blocks], spec, torch.compile)
     with torch.profiler.record_function(Mark.name("phase", 0, Phase.SETUP)):
         step = wrap(prepared, spec, device)
+    if spec.compile and spec.compile_scope == "model":  # around the engine, as accelerate does
+        compile_parts(step, [], spec, torch.compile)
     return Wrapped(step, blocks, prepared.assumptions, host_bytes)
 
 
@@ -129,17 +137,24 @@ def _single(prepared: Prepared, spec: RunSpec, device: str) -> Any:
 def _ddp(prepared: Prepared, spec: RunSpec, device: str) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(
-        prepared.model,
-        device_ids=[torch.cuda.current_device()] if device == "cuda" else None,
-        bucket_cap_mb=spec.bucket_cap_mb,
-        gradient_as_bucket_view=spec.gradient_as_bucket_view,
-    )
+    options: dict[str, Any] = {
+        "device_ids": [torch.cuda.current_device()] if device == "cuda" else None,
+        "bucket_cap_mb": spec.bucket_cap_mb,
+        "gradient_as_bucket_view": spec.gradient_as_bucket_view,
+    }
+    apart = reduce_experts_apart(prepared.model, spec, options)
+    model = DistributedDataParallel(prepared.model, **options)
     step = prepared.step
     step.model = model
-    step.forward_context = MicroBatches(
-        spec, step.forward_context, lambda last: nullcontext() if last else model.no_sync()
-    )
+
+    @contextmanager
+    def exchange(last: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in () if last else [*apart, model]:
+                stack.enter_context(part.no_sync())
+            yield
+
+    step.forward_context = MicroBatches(spec, step.forward_context, exchange)
     return step
 
 
@@ -164,7 +179,10 @@ def _fsdp2(prepared: Prepared, spec: RunSpec, device: str) -> Any:
         return nullcontext()
 
     step = prepared.step
-    step.optimizer = prepared.optimizer_plan.build(p for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    step.optimizer = prepared.optimizer_plan.build(
+        {"params": group} for group in tensor_parallel.by_mesh(trained)
+    )
     step.forward_context = MicroBatches(spec, step.forward_context, synchronise)
     return step
 
@@ -190,6 +208,7 @@ def shard_blocks(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
+    shard_experts_apart(model, spec, options)
     for block in blocks:
         fully_shard(block, reshard_after_forward=spec.reshards, **options)
     fully_shard(model, **options)
@@ -288,10 +307,12 @@ def _data_mesh(model: torch.nn.Module, spec: RunSpec, device: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     shard = spec.shard_ranks
+    if spec.ep > spec.tp and spec.ep_plan == "transformers":
+        return replicas_of_experts(model)
     if spec.tp > 1:
         if shard != spec.gpus // spec.tp:
             raise LlmemError("--hybrid-shard with --tp cannot be measured yet; leave one of them out")
-        return tensor_parallel.mesh_of(model)["replica"]
+        return sharing(tensor_parallel.mesh_of(model))
     sizes = (spec.gpus,) if shard == spec.gpus else (spec.gpus // shard, shard)
     names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
     with torch.profiler.record_function(HOST + "device mesh"):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,17 +24,24 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
 from llmem.measure.engines import Wrapped, shard_blocks
 from llmem.measure.pipeline_fsdp2 import data_mesh
-from llmem.parallel.pipeline.schedule import actions
+from llmem.parallel.pipeline.schedule import SPLIT, actions, stages_on, stages_per_rank
 from llmem.parallel.pipeline.stages import split_layers
 from llmem.spec import RunSpec
+from llmem.trace.batch import Batch
 from llmem.trace.build import Prepared, blocks_of, prepare
 from llmem.trace.micro_batch import one_micro_batch
+from llmem.trace.split.process_group import rank_mesh
 from llmem.trace.split.tensor_parallel import by_mesh
 from llmem.trace.step import NoWatcher, Watcher
 
@@ -41,6 +49,9 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
 POINT_TO_POINT = "gloo"
 """The backend of sends and receives. gloo's own: it sends from and receives into the tensors that
@@ -50,26 +61,28 @@ it is given, and no thread of its own holds them."""
 def build_pipeline(spec: RunSpec, device: str) -> Wrapped:
     """This process's stages of ``spec``, and the step that trains them.
 
-    Ranks are numbered (pp, replica), as the estimate's. Raises LlmemError for what has no pipeline
-    here: GPUs, tensor parallelism of replicas, other strategies than ddp and fsdp2, unknown families.
+    Ranks are numbered (pp, replica, cp, tp), as the estimate's. Raises LlmemError for what has no
+    pipeline here: GPUs, tensor parallelism under DDP, other strategies than ddp and fsdp2, unknown
+    families.
     """
     _check(spec, device)
-    per_rank = spec.virtual_stages if spec.pp_schedule == "interleaved" else 1
+    per_rank = stages_per_rank(spec.pp_schedule, spec.virtual_stages)
     replicas = spec.gpus // spec.pp
     rank, _ = divmod(dist.get_rank(), replicas)
     actions(spec.pp_schedule, spec.pp, rank, spec.pipeline_micro_batches, per_rank)  # or refuses
     one_micro_batch(spec)
-    alone: dict[str, Any] = {"gpus": spec.tp, "pp": 1, "strategy": "none"}
+    alone: dict[str, Any] = {"gpus": spec.tp * spec.cp, "pp": 1, "strategy": "none"}
     if spec.strategy == "fsdp2":  # its policy takes autocast's place
         alone |= {"bf16": False}
-    prepared = prepare(spec.model_copy(update=alone), device=device, cuda=False)
+    ranks = cache(partial(rank_mesh, spec, pp=spec.pp))
+    prepared = prepare(spec.model_copy(update=alone), device=device, cuda=False, mesh=ranks)
     total = spec.pp * per_rank
     pipeline, data = _groups(spec.pp, replicas)
-    mesh = data_mesh(spec) if spec.strategy == "fsdp2" else None
+    mesh = data_mesh(spec, ranks()) if spec.strategy == "fsdp2" else None
     mine: list[PipelineStage] = []
     step = PipelineStep(spec, prepared)
     # All of them before any is sharded, which gives a layer another class.
-    numbers = range(rank, total, spec.pp)
+    numbers = stages_on(spec.pp_schedule, spec.pp, rank, per_rank)
     modules = [StageModule(prepared, number, total, sp=spec.sp) for number in numbers]
     for stage in modules:
         module: torch.nn.Module = stage
@@ -81,6 +94,7 @@ def build_pipeline(spec: RunSpec, device: str) -> Wrapped:
         mine.append(WatchedStage(step, module, stage.number, total, device, pipeline))
     if not step.parameters:
         raise LlmemError(f"pipeline rank {rank} has nothing to train; use another --method or --pp")
+    step.parameters = list(dict.fromkeys(step.parameters))  # a tied one of both ends of a V
     step.start(mine, prepared)
     batch = sum(tensor.nbytes for tensor in prepared.step.make_batch().values())
     notes = prepared.assumptions
@@ -92,13 +106,21 @@ def build_pipeline(spec: RunSpec, device: str) -> Wrapped:
 def _check(spec: RunSpec, device: str) -> None:
     if device != "cpu":
         raise LlmemError("--pp is measured on the CPU alone; use --device cpu")
-    if spec.tp > 1 and spec.strategy != "none":
-        raise LlmemError(
-            f"--pp with --tp and --strategy {spec.strategy} cannot be measured; use --strategy none"
-        )
+    if spec.tp > 1 and spec.strategy == "ddp":
+        raise LlmemError("--pp with --tp and --strategy ddp cannot be measured; use fsdp2 or none")
     if spec.strategy not in ("none", "ddp", "fsdp2"):
         raise LlmemError(
             f"--pp with --strategy {spec.strategy} cannot be measured; use ddp, fsdp2 or none"
+        )
+    if spec.pp_schedule in SPLIT and spec.strategy != "none":
+        raise LlmemError(
+            f"--pp-schedule {spec.pp_schedule} with --strategy {spec.strategy} cannot be measured; use "
+            "--strategy none, or another schedule"
+        )
+    if spec.pp_schedule in SPLIT and spec.loss_parallel:
+        raise LlmemError(
+            f"--pp-schedule {spec.pp_schedule} with --loss-parallel cannot be measured: a stage hands out "
+            "its loss as a view, whose graph torch's stage_backward_input cannot drop; leave one out"
         )
     if spec.zero_grad == "before_backward" or spec.hold_outputs or spec.fp16:
         raise LlmemError(
@@ -141,6 +163,7 @@ class PipelineStep:
         self.parameters: list[torch.nn.Parameter] = []
         self._spec = spec
         self._make_batch = prepared.step.make_batch
+        self._context = prepared.step.micro_batch_context
         self._clip = prepared.step.clip
         self._count = 0
 
@@ -150,7 +173,7 @@ class PipelineStep:
         self._first = any(stage.is_first for stage in stages)
         self._last = any(stage.is_last for stage in stages)
         self._schedule = kind(
-            stages if self._spec.pp_schedule == "interleaved" else stages[0],
+            stages if len(stages) > 1 else stages[0],
             n_microbatches=self._spec.pipeline_micro_batches,
             loss_fn=lambda loss, target: loss,  # the last stage's output
         )
@@ -162,23 +185,29 @@ class PipelineStep:
         watch.start_step(self._count)
         self._count += 1
         self._zero_grad("before_forward")
-        with watch.in_phase(Phase.BATCH):
-            batch = self._make_batch()
-        self._schedule.step(
-            *([batch["input_ids"]] if self._first else []),
-            target=batch["labels"] if self._last else None,
-            losses=[] if self._last else None,
-            return_outputs=False,
-            attention_mask=batch["attention_mask"],
-            **({"labels": batch["labels"]} if self._last else {}),
-        )
-        del batch
+        with self._context() as mine:  # around all micro-batches, as torchtitan's train loop has it
+            with watch.in_phase(Phase.BATCH):
+                batch = mine(self._make_batch())
+            self._run(batch)
+            del batch
         if self._spec.max_grad_norm:
             with watch.in_phase(Phase.CLIP):
                 self._clip(self.parameters, self._spec.max_grad_norm, foreach=None)
         with watch.in_phase(Phase.OPTIMIZER):
             self._optimizer.step()
         self._zero_grad("after_step")
+
+    def _run(self, batch: Batch) -> None:
+        """The schedule; it cuts the batch into micro-batches."""
+        wanted = ["attention_mask", "position_ids", *(["labels", "shift_labels"] if self._last else [])]
+        with loss_parallel() if self._spec.loss_parallel else nullcontext():
+            self._schedule.step(
+                *([batch["input_ids"]] if self._first else []),
+                target=batch["labels"] if self._last else None,
+                losses=[] if self._last else None,
+                return_outputs=False,
+                **{name: batch[name] for name in wanted if name in batch},
+            )
 
     def _zero_grad(self, moment: str) -> None:
         if self._spec.zero_grad == moment:
@@ -213,12 +242,17 @@ class WatchedStage(PipelineStage):
         with self._step.watcher.in_phase(Phase.BACKWARD):
             super().backward_one_chunk(*args, **kwargs)
 
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._step.watcher.in_phase(Phase.BACKWARD):
+            super().backward_weight_one_chunk(*args, **kwargs)
+
 
 class StageModule(torch.nn.Module):
     """Stage ``number`` of ``total`` of a causal language model, as a module of its own.
 
     Takes token ids (first stage) or hidden states [sequences, tokens, width]; returns hidden states
-    or the loss (last stage). Under ``sp`` hidden states are the rank's part of the tokens.
+    or the loss (last stage), for which it gets labels. Under ``sp`` hidden states are the rank's part
+    of the tokens.
     """
 
     def __init__(self, prepared: Prepared, number: int, total: int, *, sp: bool = False) -> None:
@@ -231,7 +265,7 @@ class StageModule(torch.nn.Module):
         mine = split_layers(names, total)[number]
         self._context: Callable[[], AbstractContextManager[Any]] = prepared.step.forward_context
         self._outputs_of = prepared.step.outputs_of
-        self._received = Received()
+        self._received, self._made = Received(), Made()
         self._sp = sp
         base = _shallow(getattr(model, model.base_model_prefix))
         family = _family(base)
@@ -247,7 +281,7 @@ class StageModule(torch.nn.Module):
             if family.handed_on:
                 setattr(base, family.handed_on, self._received)
         if not self.last:
-            setattr(base, family.norm, Absent())
+            setattr(base, family.norm, self._made)
         self.model = base
         if self.last:
             self.model = _shallow(model)
@@ -255,21 +289,20 @@ class StageModule(torch.nn.Module):
             if sp:  # counts positions by token ids, which this stage does not have
                 self.model._forward_pre_hooks = OrderedDict()
 
-    def forward(self, hidden: Any, attention_mask: Any = None, labels: Any = None) -> Any:
-        given: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": hidden}
-        if self.last:
-            given["labels"] = labels
+    def forward(self, hidden: Any, attention_mask: Any = None, **rest: Any) -> Any:
+        given: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": hidden, **rest}
         if self._sp:  # as torchtitan calls the model: all positions, and no mask
-            given["position_ids"] = torch.arange(attention_mask.shape[1]).unsqueeze(0)
+            if "position_ids" not in given:
+                given["position_ids"] = torch.arange(attention_mask.shape[1]).unsqueeze(0)
             attention_mask = None
         self._received.hidden = None if self.first else hidden
         with self._context():
             outputs = self.model(**given, attention_mask=attention_mask)
             if self.last:
                 outputs = self._outputs_of(outputs)
-            result = outputs.loss if self.last else outputs.last_hidden_state
+            result = outputs.loss if self.last else self._made.take()
         self._received.hidden = None
-        return result
+        return result.to_local() if isinstance(result, DTensor) else result
 
 
 @dataclass(frozen=True)
@@ -300,6 +333,18 @@ class Absent(torch.nn.Module):
     """What another stage has: passes on its first argument."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden
+
+
+class Made(Absent):
+    """In place of the final norm: keeps what the last layer made, of which GPT-2 returns a view."""
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        self._hidden = hidden
+        return hidden
+
+    def take(self) -> Any:
+        hidden, self._hidden = self._hidden, None
         return hidden
 
 

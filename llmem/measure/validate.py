@@ -152,6 +152,8 @@ def _boundary_rows(
     for (step, phase, unit, edge), live in seen.items():
         if strategy == "fsdp" and phase == "backward":
             continue  # the mark sits among FSDP1's hooks on the same tensor
+        if strategy == "fsdp2" and unsharded.experts and phase == "backward":
+            continue  # those of the experts' own unit run at the same moment, after the mark
         key = (last_predicted if step == last else step, phase, unit, edge)
         if key in there:
             name = f"boundary.{step}.{phase}.{unit}.{edge}"

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from llmem.errors import LlmemError
-from llmem.lifetimes import Lifetimes, Trace
+from llmem.lifetimes import Ints, Lifetimes, Trace
 from llmem.spec import RunSpec
 
 
@@ -33,6 +33,8 @@ class RankTable:
     ranks: tuple[int, ...] = (0,)
     base: Trace | None = None
     """The trace of a tensor-parallel rank before any pass, where it is not the estimate's own."""
+    held: Ints | None = None
+    """Tick from which each block can be given out again, where streams are recorded, [rows]."""
 
 
 ENGINES = {
@@ -100,17 +102,18 @@ def compute_dtype(spec: RunSpec) -> str | None:
 def ranks_of(trace: Trace, spec: RunSpec) -> list[RankTable]:
     """The tables of the ranks that differ from each other, worst or not.
 
-    Passes go from the inside out: a tensor-parallel rank is traced, the pipeline repeats its
-    stages' parts, the data-parallel engine works among ranks that hold the same part. Ranks are
-    numbered in the same order, tensor-parallel ones fastest: (pp, replica, tp).
+    Passes go from the inside out: a tensor- and context-parallel rank is traced, the pipeline repeats
+    its stages' parts, the data-parallel engine works among ranks that hold the same part. Ranks are
+    numbered in the same order, tensor-parallel ones fastest: (pp, replica, cp, tp).
     """
     make: Callable[[Trace, RunSpec], list[RankTable]] = engine(spec).ranks
     if spec.ep > spec.tp:
         make = partial(import_module("llmem.parallel.expert").ranks, make=make)
-    if spec.cp > 1:
-        make = partial(import_module("llmem.parallel.context").ranks, make=make)
     if spec.pp > 1:
         make = partial(import_module("llmem.parallel.pipeline.ranks").ranks, make=make)
-    if spec.tp > 1:
-        make = partial(import_module("llmem.parallel.tensor").ranks, make=make)
-    return make(trace, spec)
+    if spec.tp > 1 or spec.cp > 1:
+        make = partial(import_module("llmem.parallel.split").ranks, make=make)
+    tables: list[RankTable] = import_module("llmem.parallel.record_streams").with_held(
+        make(trace, spec), spec
+    )
+    return tables

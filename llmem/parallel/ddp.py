@@ -10,9 +10,14 @@ Read in torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer
 * gradients are copied into their bucket when ready. With ``gradient_as_bucket_view`` they then
   become views of it and their own storage is freed;
 * buffers, if there are any, are broadcast in a flat copy before each forward.
+
+Where each rank has a batch and a part of the experts, DDP skips the experts, and those of each layer are
+in a DDP of their own among the ranks that hold the same ones; alone, a rank exchanges nothing of them.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,26 +46,61 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     if spec.offload != "none":
         raise LlmemError("DDP has no offload; use --strategy zero2 or zero3 with --offload")
     editor = Editor(trace)
-    _broadcast_states(editor)
+    wholes = _wholes(trace, spec)
+    for whole in wholes:
+        _broadcast_states(editor, whole)
     if spec.gpus > 1:
         _broadcast_buffers(editor)
-    _buckets(editor, spec)
+    for whole in wholes:
+        _buckets(editor, spec, whole)
     lifetimes, named = editor.finish()
     view = "views of the buckets" if spec.gradient_as_bucket_view else "beside the buckets"
     notes = [
         f"ddp: buckets of {spec.bucket_cap_mb:g} MiB (bucket_cap_mb), gradients {view}, "
         "no unused parameters looked for"
     ]
+    if len(wholes) > 1:
+        notes.append(
+            f"ddp: the experts of each layer in buckets of their own, reduced among the "
+            f"{spec.gpus // spec.ep} ranks that hold them"
+        )
     everyone = tuple(range(spec.gpus))
     return [RankTable(0, lifetimes, named, trace.optimizer, notes, everyone)]
 
 
-def _broadcast_states(editor: Editor) -> None:
-    """The flat copies in which rank 0's parameters and buffers reach the others."""
+@dataclass(frozen=True)
+class _Whole:
+    """What one DistributedDataParallel is around: a module's name, and the parameters inside."""
+
+    module: str
+    parameters: list[Parameter]
+    skipped: frozenset[int] = frozenset()
+    """Rows of parameters inside that are not its own."""
+
+
+def _wholes(trace: Trace, spec: RunSpec) -> list[_Whole]:
+    """The model; under expert parallelism with own batches, first the experts of each layer."""
+    if spec.ep == 1 or spec.ep_plan == "transformers":
+        return [_Whole("", trace.parameters)]
+    inside = {
+        name: [p for p in trace.parameters if p.name.startswith(f"{name}.")] for name in trace.experts
+    }
+    apart = frozenset(p.row for parameters in inside.values() for p in parameters)
+    rest = _Whole("", [p for p in trace.parameters if p.row not in apart], apart)
+    exchanged = inside.items() if spec.gpus > spec.ep else ()  # DDP refuses what is frozen
+    return [
+        *(_Whole(name, own) for name, own in exchanged if any(p.trainable for p in own)), rest,
+    ]  # fmt: skip
+
+
+def _broadcast_states(editor: Editor, whole: _Whole) -> None:
+    """The flat copies in which the first rank's parameters and buffers reach the others."""
     table = editor.trace.lifetimes
     existing = table.birth <= editor.trace.step_ticks[0]
     kinds = np.isin(table.category, [Category.PARAMETER, Category.BUFFER])
-    sizes = table.nbytes[existing & kinds].tolist()
+    rows = np.flatnonzero(existing & kinds)
+    mine = {p.row for p in whole.parameters} if whole.module else set(rows.tolist()) - whole.skipped
+    sizes = [int(table.nbytes[row]) for row in rows if row in mine]
     at = before_steps(editor.trace)
     _flat_copies(editor, sizes, at, Phase.SETUP, 0)
 
@@ -96,9 +136,20 @@ def _broadcast_buffers(editor: Editor) -> None:
             _flat_copies(editor, sizes, tick, phase, step)
 
 
-def _buckets(editor: Editor, spec: RunSpec) -> None:
+def _second_forward(trace: Trace, whole: _Whole) -> list[int]:
+    """The tick at which it starts, if the step is run twice."""
+    if not whole.module:
+        return [t for t, phase, step in trace.phase_ticks if phase is Phase.FORWARD and step == 1]
+    return [
+        span.enter
+        for span in trace.spans
+        if (span.step, span.phase) == (1, Phase.FORWARD) and trace.modules[span.module] == whole.module
+    ]
+
+
+def _buckets(editor: Editor, spec: RunSpec, whole: _Whole) -> None:
     trace = editor.trace
-    trained = [p for p in trace.parameters if p.trainable]
+    trained = [p for p in whole.parameters if p.trainable]
     first = _by_dtype(trained)
     rebuilt = _by_size(_arrival_order(trace, trained), spec.bucket_cap_mb * 2**20)
     category = Category.GRADIENT if spec.gradient_as_bucket_view else Category.COMMUNICATION
@@ -107,7 +158,7 @@ def _buckets(editor: Editor, spec: RunSpec) -> None:
         editor.add(sum(p.nbytes for p in bucket), editor.at(setup), category=category)
         for bucket in first
     ]
-    second = [t for t, phase, step in trace.phase_ticks if phase is Phase.FORWARD and step == 1]
+    second = _second_forward(trace, whole)
     if second:
         editor.free(handles, second[0])
         for bucket in rebuilt:
@@ -115,8 +166,9 @@ def _buckets(editor: Editor, spec: RunSpec) -> None:
                 sum(p.nbytes for p in bucket), editor.at(second[0]), category=category
             )
     if spec.gradient_as_bucket_view:
+        keys = {p.key for p in trained}
         for (step, key), row in gradient_rows(trace).items():
-            ready = trace.gradient_ready.get((step, key))
+            ready = trace.gradient_ready.get((step, key)) if key in keys else None
             if ready is not None:
                 editor.end(row, editor.at(ready))
 

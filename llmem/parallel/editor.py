@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmem.lifetimes import NEVER, TICK, Category, Lifetimes, Ops, Phase, Trace
+from llmem.lifetimes import (
+    NEVER,
+    TICK,
+    Category,
+    HostWait,
+    Lifetimes,
+    Ops,
+    Phase,
+    Recorded,
+    Trace,
+)
 
 
 @dataclass
@@ -41,6 +51,9 @@ class Editor:
     _modules: dict[str, int] = field(init=False)
     _phase_ticks: list[tuple[int, Phase, int]] | None = None
     _emptied: list[int] = field(default_factory=list)
+    _recorded: dict[int, Recorded] = field(default_factory=dict)
+    """Of recorded rows; those of added lifetimes have the negative keys -1 - handle."""
+    _host_waits: list[HostWait] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         table = self.trace.lifetimes
@@ -115,6 +128,18 @@ class Editor:
         """The engine gives what is free back to the driver at ``tick``."""
         self._emptied.append(tick)
 
+    def record_stream(self, handle: int, how: Recorded) -> None:
+        """``Tensor.record_stream`` on an added lifetime."""
+        self._recorded[-1 - handle] = how
+
+    def record_row(self, row: int, how: Recorded) -> None:
+        """``Tensor.record_stream`` on a recorded lifetime."""
+        self._recorded[row] = how
+
+    def host_wait(self, wait: HostWait) -> None:
+        """The engine lets the CPU wait for the GPU."""
+        self._host_waits.append(wait)
+
     def set_phase_ticks(self, phase_ticks: list[tuple[int, Phase, int]]) -> None:
         self._phase_ticks = phase_ticks
 
@@ -146,8 +171,19 @@ class Editor:
             touch_kind=self.trace.touch_kind[alive],
             phase_ticks=self._phase_ticks or self.trace.phase_ticks,
             cache_emptied=sorted([*self.trace.cache_emptied, *self._emptied]),
+            recorded=self._recorded_rows(new_row, len(keep)),
+            host_waits=sorted([*self.trace.host_waits, *self._host_waits]),
         )
         return lifetimes, trace
+
+    def _recorded_rows(self, new_row: NDArray[np.int64], kept: int) -> dict[int, Recorded]:
+        """What is recorded, by row of the new table."""
+        before = {**self.trace.recorded, **self._recorded}
+        moved = {
+            int(new_row[key]) if key >= 0 else kept - 1 - key: how for key, how in before.items()
+        }
+        moved.pop(-1, None)
+        return moved
 
     def _merged_ops(
         self,

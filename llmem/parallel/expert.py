@@ -1,9 +1,10 @@
 """Ranks of expert parallelism, and of its product with data parallelism.
 
 An expert-parallel rank is traced with its own experts and its all-to-alls
-(``llmem.trace.split.expert_parallel``); the data-parallel engine plays its hooks over that trace, among
-``gpus / ep`` ranks that hold the same experts. Global ranks count the expert-parallel ones fastest.
-All of them are taken to be as busy as the busiest.
+(``llmem.trace.split.expert_parallel``); the data-parallel engine plays its hooks over that trace. Where
+ranks share a batch it does so among the ``gpus / ep`` that hold the same experts. Where each has its own,
+all ranks share what is no expert, and the engine tells the experts apart (``Trace.experts``). Global ranks
+count the expert-parallel ones fastest. All of them are taken to be as busy as the busiest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ def ranks(
     trace: Trace, spec: RunSpec, make: Callable[[Trace, RunSpec], list[RankTable]]
 ) -> list[RankTable]:
     """One table for each kind of rank; ``make`` is the data-parallel engine's ``ranks``."""
+    if spec.ep_plan == "alltoall" and spec.strategy != "none":
+        return make(trace, spec)
     inner = spec.model_copy(update={"gpus": spec.gpus // spec.ep, "ep": 1})
     tables = []
     for table in make(trace, inner):

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.lifetimes import NEVER, TICK, Category, Phase, Trace
+from llmem.parallel.dtensor_shards import Part, gradient_of, group_of, mesh_of, parameter_of
 from llmem.parallel.editor import Editor
 from llmem.spec import RunSpec
 
@@ -25,6 +26,8 @@ class Shard:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    part: Part | None = None
+    """Of what it is a part on a tensor-parallel rank, where that is a DTensor."""
 
 
 def trace_optimizer(
@@ -39,27 +42,42 @@ def trace_optimizer(
 
     ``clip`` is called with the parameters and the norm (default: torch's, with foreach).
     """
+    parts = [shard.part for shard in shards if shard.part is not None]
+    with group_of(parts):
+        return _trace_optimizer(shards, spec, device, steps, clip, mesh_of(parts))
+
+
+def _trace_optimizer(
+    shards: Sequence[Shard],
+    spec: RunSpec,
+    device: DeviceProfile,
+    steps: int,
+    clip: Callable[[list[Any], float], Any] | None,
+    mesh: Any,
+) -> Trace:
     import torch
 
     from llmem.trace.kernels import kernels_of, scratch_of
     from llmem.trace.optimizers import multi_tensor_ops_on_meta, plan_optimizer
     from llmem.trace.recorder import Recorder
     from llmem.trace.run import frees_by_reference_count
+    from llmem.trace.split.tensor_parallel import by_mesh, clip_by_mesh
+    from llmem.trace.tape import local_of
 
     plan = plan_optimizer(spec.optim, cuda=device.is_cuda)
     holder = torch.nn.Module()
     for index, shard in enumerate(shards):
         tensor = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype), device="meta")
-        holder.register_parameter(f"p{index}", torch.nn.Parameter(tensor))
+        holder.register_parameter(f"p{index}", parameter_of(tensor, shard.part, mesh))
     parameters = list(holder.parameters())
     recorder = Recorder(
         devices=frozenset({"meta"} if device.is_cuda else {"meta", "cpu"}),
         scratch=scratch_of(device) if device.is_cuda else None,
     )
     recorder.add_model(holder)
-    optimizer = plan.build(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
+    optimizer = plan.build({"params": group} for group in by_mesh(parameters))
+    for parameter, shard in zip(parameters, shards, strict=True):
+        parameter.grad = gradient_of(local_of(parameter), shard.part, mesh)
         recorder.add_existing(parameter.grad, Category.GRADIENT)
     with kernels_of(device, recorder.note), multi_tensor_ops_on_meta(), frees_by_reference_count():
         with recorder:
@@ -70,9 +88,8 @@ def trace_optimizer(
                         if clip is not None:
                             clip(parameters, spec.max_grad_norm)
                         else:
-                            torch.nn.utils.clip_grad_norm_(
-                                parameters, spec.max_grad_norm, foreach=True
-                            )
+                            norm: Any = torch.nn.utils.clip_grad_norm_ if mesh is None else clip_by_mesh
+                            norm(parameters, spec.max_grad_norm, foreach=True)
                 with recorder.in_phase(Phase.OPTIMIZER):
                     optimizer.step()
                     recorder.after_optimizer(optimizer)

@@ -130,11 +130,17 @@ def _backward_windows(trace: Trace, units: dict[str, Unit], unit_of: dict[str, s
         owners = owner[ops.module[first:last]]
         for name in units:
             belongs = np.isin(owners, inside[name])
+            again = ops.recompute[first:last]
             for call in units[name].again.get(step, []):
                 # One that other modules follow gets its gradient after all of that ran again.
-                after = np.flatnonzero(~ops.recompute[first:last] & (ops.tick[first:last] > call.start))
-                if call.start > tick and len(after) and not belongs[after[0]]:
-                    belongs &= ~ops.recompute[first:last]
+                after = np.flatnonzero(~again & (ops.tick[first:last] > call.start))
+                if call.start <= tick or not len(after):
+                    continue
+                if not belongs[after[0]]:
+                    belongs &= ~again
+                else:  # its gradient is there before anything runs again
+                    before = np.flatnonzero(~again[: after[0]])
+                    belongs[before[-1] + 1 if len(before) else 0] = True
             mine = np.flatnonzero(belongs)
             if name == "":
                 window = Window(tick, end)

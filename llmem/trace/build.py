@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from llmem.trace.adapters import check_adapters, with_adapters
 from llmem.trace.as_transformers import dress
 from llmem.trace.batch import batch_maker, note_packing
 from llmem.trace.checkpointing import check_checkpointing, checkpoint_layers
+from llmem.trace.compiled.regions import check_compile
 from llmem.trace.in_backward import InBackward, check_in_backward, in_backward
 from llmem.trace.losses import check_loss, chunk_loss
 from llmem.trace.mixed_precision import mixed_precision
@@ -22,6 +24,7 @@ from llmem.trace.optimizers import OptimizerPlan, check_optimizer, plan_optimize
 from llmem.trace.quantize import finish, quantize
 from llmem.trace.split.context_parallel import check_context_parallel, split_sequences
 from llmem.trace.split.expert_parallel import check_expert_parallel, shard_experts
+from llmem.trace.split.process_group import MeshOf, rank_mesh
 from llmem.trace.split.tensor_parallel import by_mesh, clip_by_mesh, shard
 from llmem.trace.split.tp_plans import check_tp_plan, step_class
 from llmem.trace.step import TrainingStep
@@ -38,15 +41,19 @@ class Prepared:
     assumptions: list[str] = field(default_factory=list)
 
 
-def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
+def prepare(
+    spec: RunSpec, *, device: str, cuda: bool, mesh: MeshOf | None = None
+) -> Prepared:
     """Build what ``spec`` describes on ``device`` (``meta`` or ``cpu``).
 
-    ``cuda`` says whose defaults count: those of a GPU or those of a CPU.
+    ``cuda`` says whose defaults count: those of a GPU or those of a CPU. ``mesh`` is that of all
+    ranks (default: ``rank_mesh`` of the current process group).
     """
+    mesh = mesh or cache(partial(rank_mesh, spec))
     notes: list[str] = [note_packing(spec)] if spec.packed else []
     for check in (
         check_adapters, check_optimizer, check_in_backward, check_checkpointing, check_loss,
-        check_tp_plan, check_context_parallel, check_expert_parallel,
+        check_tp_plan, check_context_parallel, check_expert_parallel, check_compile,
     ):  # fmt: skip
         check(spec)
     model = build_model(spec, device, notes)
@@ -66,7 +73,7 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
     plan = plan_optimizer(spec.optim, cuda=cuda)
     notes.append(f"optimizer: {plan.name}, {plan.implementation} ({plan.why})")
     if spec.tp > 1:
-        shard(model, spec, notes)
+        shard(model, spec, notes, mesh)
     if spec.ep > 1:
         shard_experts(model, spec, notes)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -93,7 +100,7 @@ def prepare(spec: RunSpec, *, device: str, cuda: bool) -> Prepared:
         hold_outputs=spec.hold_outputs,
     )
     if spec.cp > 1:
-        split_sequences(step, spec, notes)
+        split_sequences(step, spec, notes, mesh)
     if isinstance(optimizer, InBackward):
         optimizer.attach(step)
         notes.append("optimizer: one for each parameter, run in backward as its gradient is ready")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,6 +33,10 @@ class Place(Tape):
         self._in_head = False
         self._sequence_module: dict[int, int] = {}
         self._sequence_head: set[int] = set()
+        self.compiled: int | None = None
+        """The module that a compiled program is in, while one runs."""
+        self._region = 0
+        self._program_modules: dict[tuple[int, str], int] = {}
 
     def start_step(self, step: int) -> None:
         self.step = step
@@ -83,6 +87,50 @@ class Place(Tape):
             self._sequence_head.add(sequence)
             return module, Category.LOGITS_AND_LOSS
         return module, Category.ACTIVATION
+
+    def run_program(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run a compiled program, which says by ``enter_program`` where it is.
+
+        The program of a region's backward runs where that of its forward did.
+        """
+        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
+        if node is None:
+            region = self._module_stack[-1]
+            self._sequence_module[torch._C._autograd._get_sequence_nr() - 1] = region
+        else:
+            region = self._sequence_module.get(node._sequence_nr(), 0)
+        before = self.compiled, self._region
+        self.compiled = self._region = region
+        try:
+            return call(args)
+        finally:
+            self.compiled, self._region = before
+
+    def enter_program(self, path: str) -> None:
+        """The compiled program that runs is in the module at ``path``, as Dynamo writes it.
+
+        ``L['self'].mlp.up_proj`` or longer, from whatever holds the region's own module.
+        """
+        known = self._program_modules.get((self._region, path))
+        if known is None:
+            region = list(self._modules)[self._region]
+            parts = [*([region] if region else []), *path.split(".")]
+            own = len(parts) - len(path.split("."))
+            names = (".".join([*parts[:own], *parts[start:]]) for start in range(own, len(parts)))
+            found = next((name for name in names if name in self._modules), region)
+            known = self._program_modules[self._region, path] = self._modules[found]
+        self.compiled = known
+
+    def _in_program(self) -> tuple[int, Category]:
+        """Where a compiled program is, and what an op makes there."""
+        module = self.compiled
+        assert module is not None
+        head = module in self._head_modules
+        if self.phase is Phase.FORWARD:
+            self._in_head = head = self._in_head or head
+        if head:
+            return module, Category.LOGITS_AND_LOSS
+        return module, _CATEGORY_OF_PHASE.get(self.phase, Category.ACTIVATION)
 
     # -- watching the program --------------------------------------------------------------------------
 

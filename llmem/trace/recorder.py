@@ -32,6 +32,9 @@ _LIFT = torch.ops.aten.lift_fresh.default
 _PLAIN = (torch.Tensor,)
 """What autograd's ``detach`` of what it saves has for types: no subclass."""
 
+_FUSED = "llmem::fused"
+"""A kernel of a compiled program (llmem/trace/compiled/program.py); its argument has its name."""
+
 _WAITS = ("wait_tensor", "_wrap_tensor_autograd")
 """Ops of ``_c10d_functional`` that return the tensor they were given."""
 
@@ -95,6 +98,11 @@ class Recorder(Place, TorchDispatchMode):
         """No wrapper against torch.compile around the hook: it costs microseconds per op."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile works under this mode; what it compiled runs and is recorded."""
+        return True
+
     def watch_composites(self, device: str) -> AbstractContextManager[None]:
         """Act out what composite ops do in place on tensors of ``device`` (``meta`` or ``cpu``)."""
         return self._in_place.composites(device)
@@ -120,11 +128,16 @@ class Recorder(Place, TorchDispatchMode):
         # Recomputed forward code runs inside a node too: in a module, or keeping a graph.
         inside = len(self._module_stack) > 1
         formula = node is not None and not inside and not torch.is_grad_enabled()
-        module, category = self._from(node) if formula else self._here(node)
+        if self.compiled is not None:
+            module, category, formula = *self._in_program(), node is not None
+        else:
+            module, category = self._from(node) if formula else self._here(node)
         op = len(self._ops)
         recompute = node is not None and not formula
-        self._ops.append((kind.name, module, self.phase, self.step, self._events * TICK, recompute))
+        name = kind.name if kind.name >= 0 else self._name_id(args[1])
+        self._ops.append((name, module, self.phase, self.step, self._events * TICK, recompute))
         asked = (formula or self._in_place.in_composite) and not self._in_subclass
+        asked = asked and self.compiled is None
         out = self._in_place.act(func, args, node) if asked else None
         if out is None:
             if func is _SCALAR and args[0].is_meta:
@@ -136,7 +149,7 @@ class Recorder(Place, TorchDispatchMode):
             self._see(op, out, category, module)
         elif out is not None:
             self._see_all(op, out, category, module)
-        if formula:
+        if formula and self.compiled is None:
             self._in_place.saw(node, out)
         if kind.scratch and self._scratch is not None:
             self._add_scratch(kind.scratch, args, out, op, module)
@@ -160,6 +173,8 @@ class Recorder(Place, TorchDispatchMode):
         name = func.overloadpacket.__name__
         if _touches_nothing(func):
             return _Kind(True, -1, "")
+        if func.name() == _FUSED:
+            return _Kind(False, -1, "")
         return _Kind(False, self._name_id(name), name if has_scratch(name) else "")
 
     def _answer(self, tensor: torch.Tensor) -> bool | float:

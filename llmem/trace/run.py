@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from llmem.trace.as_transformers import behave_like
 from llmem.trace.autocast import autocast_for
 from llmem.trace.build import (
     Prepared,
+    blocks_of,
     compute_in,
     head_modules,
     master_dtypes,
@@ -30,13 +31,20 @@ from llmem.trace.build import (
 )
 from llmem.trace.generate import check_generation, recorder_of
 from llmem.trace.kernels import kernels_of, scratch_of
-from llmem.trace.micro_batch import one_micro_batch, without_optimizer
+from llmem.trace.micro_batch import (
+    cut_backward,
+    one_micro_batch,
+    traced_passes,
+    without_optimizer,
+)
 from llmem.trace.mixed_precision import adapters_first_seen_in_fp32, inside_engine
 from llmem.trace.optimizers import multi_tensor_ops_on_meta
 from llmem.trace.quantize import layers_known, statistics
 from llmem.trace.recorder import Recorder
 from llmem.trace.split.context_parallel import sent_blocks_wait
-from llmem.trace.split.tensor_parallel import rank_of, sharded_dimensions
+from llmem.trace.split.expert_parallel import cast_inputs_of_experts, split_experts
+from llmem.trace.split.process_group import rank_of
+from llmem.trace.split.tensor_parallel import sharded_dimensions
 from llmem.trace.standins.select import fuses_adapters, stand_ins_for
 
 DEFAULT_GPU = "a100-80gb"
@@ -59,7 +67,8 @@ def trace_spec(
 
     ``device`` is ``meta`` (nothing is allocated) or ``cpu`` (the step really runs, for checks).
     This is the model on one device, whole or, under tensor parallelism, ``tp_rank``'s part of it;
-    under context parallelism with ``cp_rank``'s part of each sequence.
+    under context parallelism with ``cp_rank``'s part of each sequence (of both: rank ``cp_rank`` x tp +
+    ``tp_rank``).
     ``compute_dtype`` is the dtype that a sharding engine gives parameters while it computes (then
     there is no autocast); the dtypes it keeps them in are the trace's ``masters``. For a pipeline it
     is one micro-batch, without optimizer.
@@ -67,12 +76,15 @@ def trace_spec(
     if spec.task == "generate":
         check_generation(spec)
         steps = 1
-    group, rank = (spec.cp, cp_rank) if spec.cp > 1 else (max(spec.tp, spec.ep), tp_rank)
+    inner = max(spec.tp, spec.ep)  # neighbours, as in ``rank_mesh``
+    group, rank = spec.cp * inner, cp_rank * inner + tp_rank
     alone = nullcontext() if group == 1 or device != "meta" else rank_of(group, rank)
     if spec.pp > 1:
-        spec, steps = one_micro_batch(spec), 1
+        spec, steps = one_micro_batch(spec), traced_passes(spec)
     with alone, quiet(), layers_known(spec, device):
-        return _trace_spec(spec, device, steps or spec.steps, compute_dtype)
+        trace = _trace_spec(spec, device, steps or spec.steps, compute_dtype)
+    trace.tensor_rank = tp_rank, inner
+    return trace
 
 
 def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | None) -> Trace:
@@ -94,11 +106,14 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
     )
     recorder.padding = spec.padding or spec.packed  # positions start again: masks are not full
     recorder.assumptions += prepared.assumptions
+    stages: AbstractContextManager[None] = nullcontext()
     if spec.pp > 1:
         without_optimizer(prepared.step)
+        stages = cut_backward(prepared.step, spec, recorder)
     masters = master_dtypes(prepared.model, upcast=compute_dtype is not None)
     if compute_dtype is not None:
         compute_in(prepared.model, compute_dtype, adapters=not fuses_adapters(spec))
+        cast_inputs_of_experts(prepared.model, compute_dtype)
     recorder.add_model(prepared.model)
     for name, tensor in statistics(prepared.model):
         recorder.add_existing(tensor, Category.PARAMETER, name)
@@ -112,15 +127,28 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
                 stack.enter_context(sent_blocks_wait())
         stack.enter_context(as_on_the_host(prepared.model, device, cuda=cuda))
         stack.enter_context(behave_like(spec.as_transformers, recorder.note))
+        if spec.compile:
+            stack.enter_context(_compiled(prepared, spec, target, recorder))
         stack.enter_context(recorder.watch_composites(device))
+        stack.enter_context(stages)
         _run(prepared, recorder, stack, steps)
     trace = recorder.finish()
     trace.masters = {p.key: masters[p.name] for p in trace.parameters}
     trace.wrapped = wrapped_names(prepared.model, spec)
     trace.together = units_together(prepared.model, spec)
+    trace.experts = split_experts(prepared.model)
     cut = sharded_dimensions(prepared.model)
     trace.sharded = {p.key: cut[p.name] for p in trace.parameters if p.name in cut}
     return trace
+
+
+def _compiled(
+    prepared: Prepared, spec: RunSpec, target: DeviceProfile, recorder: Recorder
+) -> AbstractContextManager[None]:
+    """The step's model is compiled, and ``recorder`` watches the compiled programs."""
+    from llmem.trace.compiled.regions import compiled
+
+    return compiled(prepared.step, blocks_of(prepared.model), spec, target, recorder)
 
 
 def _run(prepared: Prepared, recorder: Recorder, stack: ExitStack, steps: int) -> None:

@@ -48,6 +48,11 @@ def whole_batches() -> Iterator[Callable[[Any], Any]]:
     yield lambda batch: batch
 
 
+def at_once(loss: torch.Tensor, watch: Watcher) -> None:
+    """The whole backward."""
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class TrainingStep:
     """One optimizer step of fine-tuning, callable any number of times.
@@ -73,10 +78,16 @@ class TrainingStep:
     scaler: torch.amp.GradScaler | None = None
     watcher: Watcher = field(default_factory=NoWatcher)
     loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss
+    backward_of: Callable[[torch.Tensor, Watcher], None] = at_once
     zero_grad: ZeroGrad = "before_forward"
     hold_outputs: bool = False
+    outputs_of_call: Callable[[dict[str, Any]], Any] = field(init=False)
+    """What calls the model with a batch; torch.compile may take its place."""
     _held: dict[str, Any] = field(default_factory=dict)
     _count: int = 0
+
+    def __post_init__(self) -> None:
+        self.outputs_of_call = self._call_model
 
     def __call__(self) -> None:
         watch = self.watcher
@@ -121,12 +132,26 @@ class TrainingStep:
         with watch.in_phase(Phase.BACKWARD):
             if self.scaler is not None:
                 loss = self.scaler.scale(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.backward_of(loss, watch)
             watch.after_backward()
+
+    def rehearse(self) -> None:
+        """Forward and backward of one micro-batch, unwatched; leaves no gradients behind."""
+        watcher, self.watcher = self.watcher, NoWatcher()
+        try:
+            with self.micro_batch_context() as mine:
+                self._micro_batch(mine, first=True)
+        finally:
+            self.watcher = watcher
+        self._held.clear()
+        self.optimizer.zero_grad()
+
+    def _call_model(self, batch: dict[str, Any]) -> Any:
+        return self.outputs_of(self.model(**batch))
 
     def _loss(self, batch: dict[str, Any]) -> torch.Tensor:
         with self.forward_context():
-            outputs = self._hold("outputs", self.outputs_of(self.model(**batch)))
+            outputs = self._hold("outputs", self.outputs_of_call(batch))
             loss = self.loss_of(outputs)
         del outputs
         return self._hold("loss", loss / self.accumulation if self.accumulation > 1 else loss)

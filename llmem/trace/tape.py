@@ -201,6 +201,12 @@ class Tape:
             self._rows[ref.row][_CATEGORY] = category
             self._rows[ref.row][_KEY] = key
 
+    def label_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Mark the storage of a gradient that has not become, or will never be, a ``.grad``."""
+        for known, tensor in zip(self._parameters, self._parameter_tensors, strict=True):
+            if tensor is parameter:
+                self.label(gradient, Category.GRADIENT, known.key)
+
     def label_gradients(self) -> None:
         """Mark the storages that are now some parameter's ``.grad``."""
         for parameter, tensor in zip(self._parameters, self._parameter_tensors, strict=True):

@@ -36,6 +36,9 @@ def test_measured_memory_of_two_stages_is_what_is_predicted() -> None:
         spec(GPT2, pp_schedule="gpipe", gradient_checkpointing=True),
         spec(pp_schedule="interleaved", method="lora", lora_r=3),
         spec(strategy="fsdp2", pp_schedule="interleaved", reshard_after_forward=True),
+        spec(pp_schedule="interleaved-zero-bubble", gradient_checkpointing=True),
+        spec(GPT2, pp_schedule="zbv"),
+        spec({**LLAMA, "tie_word_embeddings": True}, pp_schedule="dualpipev"),
     ]
     for record in measure_all(specs, timeout_s=240):
         for rank in record["ranks"]:
@@ -53,6 +56,11 @@ def test_measured_memory_of_two_stages_is_what_is_predicted() -> None:
     [
         ({"gpus": 8, "tp": 2, "strategy": "ddp"}, "--pp with --tp and --strategy ddp cannot be"),
         ({"gpus": 4, "strategy": "zero1"}, "--pp with --strategy zero1 cannot be measured"),
+        ({"gpus": 4, "strategy": "ddp", "pp_schedule": "zbv"}, "zbv with --strategy ddp cannot be"),
+        (
+            {"gpus": 4, "tp": 2, "tp_plan": "torchtitan", "loss_parallel": True, "pp_schedule": "zbv"},
+            "zbv with --loss-parallel cannot be measured",
+        ),
         ({"hold_outputs": True}, "a pipeline's schedule runs forward and backward itself"),
     ],
 )

@@ -160,9 +160,9 @@ def test_host_memory_is_told() -> None:
 
 def test_ranks_with_equal_shapes_are_one_kind() -> None:
     trace = toy_trace()
-    assert kinds_of_rank(trace, 2, 4) == [(0, 1, 2, 3)]
+    assert kinds_of_rank(trace, Fsdp2Options(2), 4) == [(0, 1, 2, 3)]
     # six rows over four ranks: 2, 2, 2, 0
-    assert kinds_of_rank(trace, 4, 4) == [(0, 1, 2), (3,)]
+    assert kinds_of_rank(trace, Fsdp2Options(4), 4) == [(0, 1, 2), (3,)]
 
 
 def test_copies_of_the_parameters_by_any_name() -> None:

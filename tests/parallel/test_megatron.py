@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmem.errors import LlmemError
 from llmem.estimate import estimate
@@ -17,6 +19,7 @@ from llmem.measure.published.grading import Predictor
 from llmem.measure.published.many import public
 from llmem.measure.published.megatron import rank_of
 from llmem.measure.published.megatron_gpt import GPT, Size, builder
+from llmem.parallel.megatron_layout import lay_out
 from llmem.spec import RunSpec, make_spec
 
 DATA = Path(__file__).parents[2] / "experiments" / "public_runs" / "data"
@@ -138,6 +141,21 @@ def test_published_allocated_peaks() -> None:
 
 
 @pytest.mark.slow
+def test_published_reserved_lies_between_both_bounds_of_recorded_streams() -> None:
+    """torch 2.1 recorded the streams of TP4's collectives: four like ranks differ, all lie between."""
+    found = [run for line, run in rows("megatron_345m") if line["parallel_strategy"] == "TP4+SP"]
+    measured = {run.measured for run in found if run.metric == "reserved"}
+    spec = found[0].spec
+    assert spec is not None
+    low, high = (
+        estimate(spec.model_copy(update={"record_streams": on})).worst.peak.reserved
+        for on in (False, True)
+    )
+    assert len(measured) > 1
+    assert all(low < bytes_ < high < 1.25 * bytes_ for bytes_ in measured)
+
+
+@pytest.mark.slow
 def test_published_pipelines_rank_by_rank() -> None:
     """Every rank of PP4 and of TP2xPP2 with sequence parallelism, within 1.2 %."""
     found: dict[str, Any] = {}
@@ -189,3 +207,72 @@ def test_what_is_refused(fields: dict[str, Any], said: str) -> None:
 def test_the_model_is_a_module() -> None:
     with torch.device("meta"):
         assert sum(p.numel() for p in GPT(SMALL, torch.float16).parameters()) == numel()
+
+
+# -- the distributed optimizer ---------------------------------------------------------------------
+
+
+def test_buffers_are_padded_and_cut_in_equal_parts() -> None:
+    """In reverse order, starts at 64s, ends at 128s that ranks divide; by hand."""
+    layout = lay_out([100, 10, 70], 3, None)
+    assert layout.places == [(192, 292), (128, 138), (0, 70)]
+    assert layout.buckets == [(0, 384)]  # lcm(3, 128)
+    # 128 elements each: [0, 128), [128, 256), [256, 384)
+    assert [layout.owned(rank) for rank in range(3)] == [[0, 0, 70], [64, 10, 0], [36, 0, 0]]
+    cut = lay_out([100, 10, 70], 2, 75)
+    assert cut.buckets == [(0, 256), (256, 384)]  # the last two; then 100 by itself
+    assert cut.places == [(256, 356), (128, 138), (0, 70)]
+    assert [cut.owned(rank) for rank in range(2)] == [[64, 0, 70], [36, 10, 0]]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 9),
+       st.integers(1, 4000) | st.none())  # fmt: skip
+def test_every_element_has_one_owner(numels: list[int], ranks: int, size: int | None) -> None:
+    layout = lay_out(numels, ranks, size)
+    assert [sum(c) for c in zip(*(layout.owned(r) for r in range(ranks)), strict=True)] == numels
+    assert layout.numel % ranks == layout.numel % 128 == 0
+    ends = [0, *(end for _, end in layout.buckets)]
+    assert [start for start, _ in layout.buckets] == ends[:-1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("dtype", "grad"), [(torch.float16, HALF), (torch.bfloat16, FULL)])
+def test_every_buffer_of_the_distributed_optimizer(
+    dtype: torch.dtype, grad: int, overlap: bool
+) -> None:
+    found = estimate(spec_of(dtype, use_distributed_optimizer=True, overlap_grad_reduce=overlap))
+    shapes = [p.numel for p in found.trace.parameters]
+    layout = lay_out(shapes, 2, 40_000_000 if overlap else None)
+    assert len(layout.buckets) == 1  # a small model closes no bucket of 40 million elements
+    assert [rank.table.ranks for rank in found.ranks] == [(0,), (1,)]
+    for rank in found.ranks:
+        table, trace = rank.table.lifetimes, rank.table.trace
+        mine = sum(layout.owned(rank.rank))
+        second = trace.step_ticks[1] - 1
+
+        def held(category: Category, tick: int, table: Any = table) -> int:
+            return int(table.nbytes[table.alive_at(tick) & (table.category == category)].sum())
+
+        whole = layout.numel
+        assert held(Category.PARAMETER, second) == HALF * whole + FULL * mine
+        main = FULL * mine if grad == HALF else 0
+        assert held(Category.GRADIENT, second) == grad * whole + main
+        assert held(Category.OPTIMIZER_STATE, second) == 2 * FULL * mine
+        # When the gradients' buffer is made the model still lies beside that of parameters.
+        [made] = table.birth[table.nbytes == grad * whole][-1:].tolist()
+        assert held(Category.PARAMETER, made) == HALF * (numel() + whole)
+    assert sum(r.table.optimizer["state_elements"] for r in found.ranks) == 2 * numel()
+
+
+def test_one_rank_has_everything() -> None:
+    """Of one rank the parts are whole parameters: as without, but for padding."""
+    plain, sharded = (
+        estimate(spec_of(gpus=1, use_distributed_optimizer=on)).worst.table for on in (False, True)
+    )
+    padding = lay_out([p.numel for p in plain.trace.parameters], 1, None).numel - numel()
+    end = plain.trace.step_ticks[1]
+
+    def live(table: Any) -> int:
+        return int(table.lifetimes.nbytes[table.lifetimes.alive_at(end)].sum())
+
+    assert live(sharded) - live(plain) == 2 * HALF * padding  # of parameters and gradients

@@ -14,8 +14,9 @@ from llmem.estimate import estimate, outside_allocator
 from llmem.gpu.devices import get_device
 from llmem.lifetimes import NEVER, TICK, Category, Lifetimes, Trace
 from llmem.parallel import engine
+from llmem.parallel.pipeline.action import Action, Kind
 from llmem.parallel.pipeline.replay_stages import StageReplay
-from llmem.parallel.pipeline.schedule import Action, actions, in_flight
+from llmem.parallel.pipeline.schedule import actions, in_flight
 from llmem.parallel.pipeline.stages import stages_of
 from llmem.spec import RunSpec, make_spec
 from llmem.trace.micro_batch import one_micro_batch
@@ -23,6 +24,7 @@ from llmem.trace.micro_batch import one_micro_batch
 WIDTH, ROWS, FLOAT = 6, 4, 4
 HIDDEN = ROWS * WIDTH * FLOAT
 WEIGHT = WIDTH * WIDTH * FLOAT
+F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 class Layer(torch.nn.Module):
@@ -141,12 +143,12 @@ def test_every_schedule_runs_every_micro_batch_once() -> None:
         for rank in range(4):
             order = actions(schedule, 4, rank, 8, per_rank)
             stages = [rank + 4 * local for local in range(per_rank)]
-            both = [Action(f, s, m) for f in (True, False) for s in stages for m in range(8)]
+            both = [Action(k, s, m) for k in (F, B) for s in stages for m in range(8)]
             assert len(order) == len(both) and set(order) == set(both)
             for stage in stages:
                 for micro in range(8):
-                    ahead = order.index(Action(True, stage, micro))
-                    assert ahead < order.index(Action(False, stage, micro))
+                    ahead = order.index(Action(F, stage, micro))
+                    assert ahead < order.index(Action(B, stage, micro))
 
 
 def spans(table: Lifetimes, trace: Trace) -> list[tuple[int, str, Category, int, int | None]]:
@@ -293,3 +295,19 @@ def test_ticks_keep_their_distance() -> None:
     births = np.sort(trace.lifetimes.birth)
     assert len(np.unique(births)) == len(births)
     assert (np.diff(births) >= TICK).all()
+
+
+def test_an_optimizer_copies_its_part_of_a_gradient_of_the_whole_vocabulary() -> None:
+    """DTensor's redistribution in AdamW: the embedding's gradient is of 102 tokens, the rank's of 51."""
+    found = estimate(
+        model={**TINY, "tie_word_embeddings": False}, gpus=4, tp=2, pp=2, micro_batches=2,
+        per_device_train_batch_size=2, seq_length=8, param_dtype="fp32", gpu="cpu",
+        tp_plan="torchtitan", max_grad_norm=0.0,
+    )  # fmt: skip
+    copies = []
+    for rank in found.ranks:
+        table, trace = rank.table.lifetimes, rank.table.trace
+        cloned = np.array([trace.op_name(int(op)) == "clone" for op in table.birth_op])
+        mine = cloned & (table.category == Category.OPTIMIZER_TEMPORARY)
+        copies.append(table.nbytes[mine].tolist())
+    assert copies == [[EMBEDDING // 2 * FLOAT] * 2, []]  # in each step of the first stage

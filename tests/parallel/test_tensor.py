@@ -16,6 +16,7 @@ from llmem.parallel import engine
 from llmem.parallel.tensor import chunk, kinds
 from llmem.spec import make_spec
 from llmem.trace.split import tensor_parallel
+from llmem.trace.split.process_group import make_mesh, rank_of
 
 WIDTH, INNER, ROWS, VOCABULARY = 6, 8, 4, 10
 FLOAT = 4
@@ -48,10 +49,10 @@ class Head(torch.nn.Module):
 def traced(make: Any, styles: dict[str, str], degree: int, rank: int = 0) -> Trace:
     """One forward and backward of a toy on ``rank`` of ``degree``."""
     plan = {name: style for n, style in styles.items() for name in (f"{n}.weight", n)}
-    with tensor_parallel.rank_of(degree, rank):
+    with rank_of(degree, rank):
         with torch.device("meta"):
             model, x = make(), torch.empty(ROWS, WIDTH)
-        tensor_parallel.apply_plan(model, plan, degree)
+        tensor_parallel.apply_plan(model, plan, make_mesh((degree,), ("tp",)))
         return llmem.trace(lambda: model(x).backward(), model=model, steps=1, gpu="cpu")
 
 
@@ -197,7 +198,7 @@ def test_zero_does_not_combine() -> None:
 
 
 def test_not_inside_a_process_group() -> None:
-    with tensor_parallel.rank_of(2, 0):
+    with rank_of(2, 0):
         with pytest.raises(LlmemError, match="inside a process group"):
-            with tensor_parallel.rank_of(2, 0):
+            with rank_of(2, 0):
                 pass

@@ -19,7 +19,7 @@ from llmem.parallel.context import kinds
 from llmem.spec import RunSpec, make_spec
 from llmem.trace.run import trace_spec
 from llmem.trace.split.context_parallel import ROTATE_METHODS, sent_blocks_wait, torch_loop
-from llmem.trace.split.tensor_parallel import rank_of
+from llmem.trace.split.process_group import rank_of
 from llmem.trace.split.ulysses import UlyssesAttention
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 32, 8
@@ -217,7 +217,11 @@ def test_nothing_is_left_changed() -> None:
         ({"cp": 3, "gpus": 4}, "does not divide"),
         ({"cp": 2, "seq_length": 33}, "multiple of 4"),
         ({"cp": 2, "strategy": "zero3"}, "ddp, fsdp2"),
-        ({"cp": 2, "tp": 2, "gpus": 4}, "--tp"),
+        ({"cp": 2, "tp": 2, "gpus": 4, "tp_plan": "colossal"}, "--tp-plan colossal"),
+        ({"cp": 2, "tp": 4, "gpus": 8, "tp_plan": "torchtitan", "sp": True, "seq_length": 36},
+         "multiple of 16"),
+        ({"cp": 2, "tp": 2, "gpus": 4, "cp_comm": "ulysses", "tp_plan": "torchtitan",
+          "model": {**LLAMA, "num_attention_heads": 2}}, "1 attention heads"),
         ({"cp": 2, "attn_implementation": "eager"}, "SDPA"),
         ({"cp": 2, "padding": True}, "--padding"),
         ({"cp": 2, "gpu": "a100-80gb"}, "plain math"),

@@ -13,7 +13,8 @@ from llmem.estimate import estimate
 from llmem.lifetimes import NEVER, TICK, Phase, Trace
 from llmem.spec import RunSpec, make_spec
 from llmem.trace.run import trace_spec
-from llmem.trace.split import tensor_parallel, tp_colossal
+from llmem.trace.split import tp_colossal
+from llmem.trace.split.process_group import make_mesh, rank_of
 
 WORDS, WIDTH, INNER, TOKENS = 10, 8, 12, 4
 FLOAT = 4
@@ -35,10 +36,10 @@ class Toy(torch.nn.Module):
 def traced(degree: int) -> Trace:
     """One forward and backward of the toy on rank 0 of ``degree``."""
     spec = make_spec(model="opt-125m", tp=degree, gpus=degree, tp_plan="colossal")
-    with tensor_parallel.rank_of(degree, 0):
+    with rank_of(degree, 0):
         with torch.device("meta"):
             model, ids = Toy(), torch.zeros(TOKENS, dtype=torch.long)
-        tp_colossal.parallelize(model, spec, lambda: tensor_parallel._mesh(degree))
+        tp_colossal.parallelize(model, spec, lambda: make_mesh((degree,), ("tp",)))
         return llmem.trace(lambda: model(ids).backward(), model=model, steps=1, gpu="cpu")
 
 

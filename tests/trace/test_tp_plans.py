@@ -185,10 +185,6 @@ def test_replicas_of_a_sharded_model() -> None:
         ({"sp": True, "seq_length": 7}, "--sp cannot split 7 tokens over 2 ranks"),
         ({"sp": True, "padding": True}, "leave --padding out"),
         ({"sp": True, "attn_implementation": "eager"}, "--sp leaves no mask for eager attention"),
-        (
-            {"loss_parallel": True, "gpus": 4, "pp": 2, "micro_batches": 1},
-            "--loss-parallel with --pp is not supported yet",
-        ),
         ({"loss_parallel": True, "liger": True}, "--loss-parallel splits torch's cross-entropy"),
         ({"model": "gpt2"}, "plan does not know GPT2LMHeadModel"),
         ({"model": {**TOY, "num_key_value_heads": 1}}, "1 num_key_value_heads: torchtitan gives"),

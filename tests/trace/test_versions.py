@@ -22,7 +22,7 @@ from llmem.trace.generate import GenerationRecorder, check_generation
 from llmem.trace.quantize import _converts
 from llmem.trace.recorder import Recorder
 from llmem.trace.run import _untraceable
-from llmem.trace.split.tensor_parallel import rank_of
+from llmem.trace.split.process_group import rank_of
 from llmem.trace.split.tp_plans import _check_masks
 
 LLAMA = {

@@ -15,6 +15,7 @@ buffers, ``_exec_order_utils.py`` for what is prefetched):
 * the flat gradient is cast to the reduce dtype, padded to the number of ranks if needed,
   reduce-scattered to a new shard, and that is cast to the dtype of the parameter;
 * without synchronisation (``no_sync``) the flat gradient stays, and later ones are added to it;
+* what one stream makes and another uses is recorded (``record_stream``; see ``fsdp1_limiter``);
 * ``CPUOffload(offload_params=True)`` keeps the shard on the host and copies it to the GPU at every
   unshard, also when the parameter is still gathered (``pre_unshard``). The reduced gradient is
   copied to the host, but its shard stays on the GPU until backward ends (``_saved_grad_shard``).
@@ -27,10 +28,11 @@ from typing import Literal
 
 import numpy as np
 
-from llmem.lifetimes import NEVER, Category, Parameter, Phase, Trace
+from llmem.lifetimes import NEVER, Category, Parameter, Phase, Recorded, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.fsdp.fsdp1_calls import Call, Hook, calls_of
 from llmem.parallel.fsdp.fsdp1_flat import ITEMSIZE, FlatParameter
+from llmem.parallel.fsdp.fsdp1_limiter import FreeEventQueue
 from llmem.parallel.fsdp.fsdp1_reentrant import leaf_of_recompute
 from llmem.parallel.gradients import added_gradients, gradient_rows
 from llmem.parallel.units import Unit
@@ -40,7 +42,6 @@ UNSHARD_STREAM, PRE_UNSHARD_STREAM, POST_BACKWARD_STREAM, ALL_REDUCE_STREAM = 1,
 does too (autograd runs a node on the stream of its forward)."""
 
 Prefetch = Literal["pre", "post", "none"]
-
 
 @dataclass(frozen=True)
 class Fsdp1Options:
@@ -71,6 +72,8 @@ class _Handle:
     unit: Unit
     flat: FlatParameter
     gathered: int | None = None
+    launched: int = 0
+    """A tick after its all-gather was launched."""
     in_backward: bool = False
     prefetched: bool = False
     needs_pre_backward: bool = False
@@ -102,6 +105,7 @@ class Fsdp1Pass:
         self._added = added_gradients(self.trace)
         self._held: list[int] = []
         self._saved_grad_shards: list[int] = []
+        self._free_events = FreeEventQueue(self.editor)
         self._handles = [
             None if flat is None else _Handle(unit, flat)
             for unit, flat in zip(self.units, self.flats, strict=True)
@@ -230,14 +234,20 @@ class Fsdp1Pass:
         if handle.gathered is not None:
             if self.options.offload:
                 self.editor.free(self._pre_unshard(handle, tick), tick)
+            self._free_events.wait(tick)
             return
         phase = Phase.FORWARD if call.hook is Hook.PRE_FORWARD else Phase.BACKWARD
         op = self.editor.op("all_gather", handle.unit.name, phase, call.step, self.editor.at(tick))
         staged = self._pre_unshard(handle, tick, op)
+        self._free_events.wait(tick)
         handle.gathered = self._add(
             handle, flat.padded, flat.computed, tick, op=op, stream=UNSHARD_STREAM
         )
+        self.editor.record_stream(handle.gathered, Recorded(on_compute=True))
+        for shard in staged:
+            self.editor.record_stream(shard, Recorded())
         self.editor.free(staged, tick)
+        handle.launched = self.editor.at(tick)
 
     def _pre_unshard(self, handle: _Handle, tick: int, op: int = -1) -> list[int]:
         """The shard as it is gathered: cast, copied from the host, or (nothing made) as it is."""
@@ -251,6 +261,7 @@ class Fsdp1Pass:
     def _reshard(self, handle: _Handle, tick: int, *, free: bool) -> None:
         if free and handle.gathered is not None:
             self.editor.free(handle.gathered, tick)
+            self._free_events.enqueue(tick, handle.launched)
             handle.gathered = None
         handle.prefetched = False
 
@@ -309,6 +320,9 @@ class Fsdp1Pass:
         shard = self._add(
             handle, flat.shard, flat.reduced, tick, op=op, stream=stream, category=category
         )
+        editor.record_stream(gradient, Recorded())
+        if self.options.hybrid:
+            editor.record_stream(shard, Recorded())
         if flat.reduced != flat.kept:
             cast = self._add(
                 handle, flat.shard, flat.kept, tick, op=op, stream=last or stream,

@@ -70,7 +70,7 @@ class Fsdp2Pass:
         for group in [] if self.options.offload else self.groups:
             for parameter in group.unit.parameters:
                 self.editor.add(
-                    padded_shard(parameter, self.options.shard_size)
+                    padded_shard(parameter, self.options.ranks(parameter))
                     * ITEMSIZE[self.masters[parameter.key]],
                     self.editor.at(0),
                     category=Category.PARAMETER,
@@ -99,7 +99,8 @@ class Fsdp2Pass:
 
     def _pre_forward(self, group: Group, tick: int, step: int) -> None:
         self._unshard(group, tick, Phase.FORWARD, step)
-        self._copy_alone(group, tick)
+        if self._copy_alone(group, tick):
+            self._release_held_output(tick)
         if group.all_gather_output is None:
             return
         # ``wait_for_unshard`` drops the one held before, but its own local keeps it to the end.
@@ -210,7 +211,7 @@ class Fsdp2Pass:
 
     def _unshard(self, group: Group, tick: int, phase: Phase, step: int) -> None:
         there = group.unsharded or group.all_gather_output is not None
-        if there or self.options.shard_size == 1 or not group.unit.parameters:
+        if there or not group.unit.parameters or self._ranks(group) == 1:
             return
         editor, name = self.editor, group.unit.name
         op = editor.op("all_gather", name, phase, step, editor.at(tick))
@@ -230,7 +231,7 @@ class Fsdp2Pass:
                 for p in shards
                 if (made := self._input_of(p, group, tick, COPY_IN_STREAM, op)) is not None
             ]
-        ranks = int(self.options.reshard) if group.post_forward else self.options.shard_size
+        ranks = int(self.options.reshard) if group.post_forward else self._ranks(group)
         cast = [
             p
             for p in group.unit.parameters
@@ -247,7 +248,7 @@ class Fsdp2Pass:
     ) -> int | None:
         """``FSDPParam.all_gather_inputs``: the shard from the host, then in the computed dtype."""
         editor, kept = self.editor, self.masters[parameter.key]
-        numel = padded_shard(parameter, self.options.shard_size)
+        numel = padded_shard(parameter, self.options.ranks(parameter))
         made = None
         dtypes = [kept] if self.options.offload else []
         for dtype in [*dtypes, *[d for d in [self._gather_dtype(parameter)] if d != kept]]:
@@ -259,10 +260,10 @@ class Fsdp2Pass:
             made = new
         return made
 
-    def _copy_alone(self, group: Group, tick: int) -> None:
+    def _copy_alone(self, group: Group, tick: int) -> bool:
         """``wait_for_unshard`` of a rank that shares with nobody: copies in place of a gather."""
-        if self.options.shard_size > 1 or group.unsharded:
-            return
+        if group.unsharded or not group.unit.parameters or self._ranks(group) > 1:
+            return False
         last = None
         for parameter in group.unit.parameters:
             made = self._input_of(parameter, group, tick)
@@ -273,6 +274,7 @@ class Fsdp2Pass:
         if last is not None:
             self.editor.free(last, tick)
         group.unsharded = True
+        return True
 
     def _copy_out(self, group: Group, tick: int) -> None:
         for parameter in group.unit.parameters:
@@ -306,7 +308,7 @@ class Fsdp2Pass:
     def _reduce(
         self, group: Group, mine: list[tuple[Parameter, int]], tick: int, step: int
     ) -> None:
-        editor, ranks = self.editor, self.options.shard_size
+        editor, ranks = self.editor, self._ranks(group)
         op = editor.op("reduce_scatter", group.unit.name, Phase.BACKWARD, step, editor.at(tick))
         computed = self._gather_dtype(mine[0][0])
         reduced = self.options.reduce_dtype or computed
@@ -325,13 +327,15 @@ class Fsdp2Pass:
                     editor.free(group.own_parts.pop(row), tick)
                 else:
                     editor.end(row, editor.at(tick))
-        outputs = [
-            editor.add(
-                elements * ITEMSIZE[dtype], editor.at(tick), module=name, op=op, stream=stream,
-                category=Category.GRADIENT if dtype == original else Category.COMMUNICATION,
-            )
-            for dtype, stream in self._outputs(reduced, original)
-        ]  # fmt: skip
+        outputs = []
+        for dtype, stream in self._outputs(reduced, original):
+            kind = Category.GRADIENT if dtype == original else Category.COMMUNICATION
+            nbytes, at = elements * ITEMSIZE[dtype], editor.at(tick)
+            outputs.append(editor.add(nbytes, at, module=name, op=op, stream=stream, category=kind))
+            if dtype == reduced and ranks == 1 and self.options.experts:
+                # Nobody to reduce with, but a gradient_divide_factor: divided in a copy.
+                divided = editor.add(nbytes, editor.at(tick), module=name, op=op, stream=stream)
+                editor.free(divided, tick)
         if not self.options.offload:
             dropped = int(self.trace.lifetimes.death[[row for _, row in mine]].max())
             if dropped != NEVER:  # when zero_grad lets go of the gradients
@@ -350,6 +354,10 @@ class Fsdp2Pass:
 
     # -- small questions -------------------------------------------------------------------------
 
+    def _ranks(self, group: Group) -> int:
+        """How many ranks share the shards of a group with parameters: one mesh for all of them."""
+        return self.options.ranks(group.unit.parameters[0])
+
     def _gather_dtype(self, parameter: Parameter) -> str:
         kept = self.masters[parameter.key]
         return kept if kept in ("int8", "uint8") else self.options.param_dtype or kept
@@ -359,7 +367,7 @@ class Fsdp2Pass:
 
     def _gathered_bytes(self, parameter: Parameter) -> int:
         """Bytes of an unsharded parameter, padding included."""
-        ranks, dtype = self.options.shard_size, self._gather_dtype(parameter)
+        ranks, dtype = self.options.ranks(parameter), self._gather_dtype(parameter)
         return padded_shard(parameter, ranks) * ranks * ITEMSIZE[dtype]
 
     def _group_before(self, group: Group, step: int) -> Group | None:

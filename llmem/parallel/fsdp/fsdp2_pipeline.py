@@ -30,8 +30,8 @@ from llmem.parallel.fsdp.fsdp2 import Fsdp2Pass
 from llmem.parallel.fsdp.fsdp2_hooks import Group, Hook, hooks_of
 from llmem.parallel.fsdp.fsdp2_ranks import options_of, tables
 from llmem.parallel.fsdp.fsdp2_shards import Fsdp2Options
-from llmem.parallel.pipeline.replay_stages import Copy
-from llmem.parallel.pipeline.schedule import Action
+from llmem.parallel.pipeline.action import Action
+from llmem.parallel.pipeline.places import Copy
 from llmem.parallel.pipeline.stages import Stages
 from llmem.parallel.units import Unit, Window, units_of
 from llmem.spec import RunSpec

@@ -9,7 +9,12 @@ from llmem.errors import LlmemError
 from llmem.lifetimes import Together, Trace
 from llmem.parallel import RankTable
 from llmem.parallel.fsdp.fsdp2 import Fsdp2Pass
-from llmem.parallel.fsdp.fsdp2_shards import ITEMSIZE, Fsdp2Options, local_shape, padded_shard
+from llmem.parallel.fsdp.fsdp2_shards import (
+    ITEMSIZE,
+    Fsdp2Options,
+    expert_mesh,
+    padded_shard,
+)
 from llmem.parallel.fsdp.offload import check_offload, host_note
 from llmem.parallel.host_step import step_on_host
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
@@ -57,9 +62,14 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     if spec.keep_last_block:
         options = replace(options, kept=frozenset(trace.wrapped[-1:]))
     together = trace.together if spec.fsdp_units == "accelerate" else []
-    options = replace(options, kept=options.kept | {unit.name for unit in together if unit.kept})
+    options = replace(
+        options,
+        kept=options.kept | {unit.name for unit in together if unit.kept},
+        experts=expert_mesh(trace, spec),
+    )
+    _check_experts(options)
     trace, whole = _left_whole(trace, spec)
-    units = units_of(trace, trace.wrapped, together)
+    units = units_of(trace, [*trace.wrapped, *trace.experts], together)
     apart = "".join(f", {_listed(unit)}" for unit in together)
     notes = [
         f"fsdp2: fully_shard of torch on each of {len(trace.wrapped)} blocks{apart} and the root, "
@@ -73,6 +83,12 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
             "fsdp2: units as accelerate 1.15 makes them (--fsdp-units); the optimizer's parameters "
             "are exchanged for the shards, which allocates nothing"
         )
+    if options.experts:
+        notes.append(
+            f"fsdp2: the experts of a block are a unit of their own, whose shards {options.experts.size} "
+            f"rank{'s' * (options.experts.size > 1)} share{'s' * (options.experts.size == 1)}, as "
+            "transformers' DistributedConfig does it"
+        )
     if options.param_dtype:
         notes.append(
             f"fsdp2: MixedPrecisionPolicy(param_dtype={options.param_dtype}, "
@@ -84,6 +100,15 @@ def ranks(trace: Trace, spec: RunSpec) -> list[RankTable]:
     )
 
 
+def _check_experts(options: Fsdp2Options) -> None:
+    reshard = options.reshard
+    if options.experts and not isinstance(reshard, bool) and options.experts.size % reshard:
+        raise LlmemError(
+            f"--reshard-after-forward {reshard} does not divide the {options.experts.size} ranks that share "
+            "the same experts; use a divisor, true or false"
+        )
+
+
 def tables(
     trace: Trace,
     spec: RunSpec,
@@ -93,14 +118,14 @@ def tables(
 ) -> list[RankTable]:
     """One table for each kind of rank: what ``make_pass`` plays, and the optimizer of its shards."""
     tables = []
-    for members in kinds_of_rank(trace, options.shard_size, spec.gpus):
+    for members in kinds_of_rank(trace, options, spec.gpus):
         rank = members[0]
         editor = make_pass().run()
         shards = [
             Shard(
                 p.key,
                 p.name,
-                local_shape(p, options.shard_size, rank % options.shard_size),
+                options.local_shape(p, rank),
                 trace.masters[p.key],
             )
             for p in trace.parameters
@@ -109,7 +134,7 @@ def tables(
         step = trace_optimizer(shards, spec, device_of(spec), steps=len(trace.step_ticks) - 1)
         optimizer, told = step.optimizer, notes
         if options.offload:
-            kept = [padded_shard(p, options.shard_size) for p in trace.parameters]
+            kept = [padded_shard(p, options.ranks(p)) for p in trace.parameters]
             told = [*notes, host_note("fsdp2: CPUOffloadPolicy", _sized(trace, kept), step)]
             optimizer = step_on_host(editor)
         else:
@@ -151,10 +176,10 @@ def _sized(trace: Trace, elements: list[int]) -> list[tuple[int, bool]]:
     ]
 
 
-def kinds_of_rank(trace: Trace, shard_size: int, world: int) -> list[tuple[int, ...]]:
+def kinds_of_rank(trace: Trace, options: Fsdp2Options, world: int) -> list[tuple[int, ...]]:
     """Ranks grouped by the shapes they own: ranks of a group are exactly alike."""
     kinds: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in range(world):
-        owned = tuple(local_shape(p, shard_size, rank % shard_size) for p in trace.parameters)
+        owned = tuple(options.local_shape(p, rank) for p in trace.parameters)
         kinds.setdefault(owned, []).append(rank)
     return [tuple(members) for members in kinds.values()]

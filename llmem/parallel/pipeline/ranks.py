@@ -15,6 +15,8 @@ them (stage.py, schedules.py):
 * the gradient of a stage's input lives until the rank's next backward is done, when the list of
   sends that holds it is replaced (GPipe, interleaved: until the step is done);
 * parameters get their gradient from the first micro-batch, later ones are added in place;
+* where the schedule parts backward, the trace is made stage by stage (``trace/staged_backward.py``),
+  and what a V-shaped one hands to the same rank replaces the receive buffer (``handed_over.py``);
 * the loss is computed in the last stage's forward and logits are dropped before backward; clipping
   and the optimizer see the rank's own parameters, and run for each rank.
 
@@ -33,13 +35,15 @@ from dataclasses import replace
 import numpy as np
 
 from llmem.errors import LlmemError
-from llmem.lifetimes import Trace
+from llmem.lifetimes import Category, Parameter, Trace
 from llmem.parallel import RankTable
+from llmem.parallel.dtensor_shards import Part
 from llmem.parallel.editor import Editor
 from llmem.parallel.fsdp import fsdp2_pipeline
+from llmem.parallel.pipeline.action import Action
 from llmem.parallel.pipeline.replay_stages import STEPS, StageReplay
-from llmem.parallel.pipeline.schedule import Action, actions, in_flight
-from llmem.parallel.pipeline.stages import Stages, stages_of
+from llmem.parallel.pipeline.schedule import SPLIT, actions, in_flight, stages_per_rank
+from llmem.parallel.pipeline.stages import Stages, staged, stages_of
 from llmem.parallel.sharded_step import Shard, device_of, splice_optimizer, trace_optimizer
 from llmem.spec import RunSpec
 
@@ -56,18 +60,32 @@ def ranks(
         raise LlmemError(
             f"--strategy megatron with --pp-schedule {spec.pp_schedule} is not modelled; use 1f1b"
         )
-    per_rank = spec.virtual_stages if spec.pp_schedule == "interleaved" else 1
-    stages = stages_of(trace, spec.pp * per_rank)
+    if spec.pp_schedule in SPLIT and spec.strategy != "none":
+        raise LlmemError(
+            f"--pp-schedule {spec.pp_schedule} with --strategy {spec.strategy} is not modelled; use "
+            "--strategy none, or another schedule"
+        )
+    per_rank = stages_per_rank(spec.pp_schedule, spec.virtual_stages)
+    stages, whole = _cut(trace, spec, spec.pp * per_rank)
     replicas = spec.gpus // spec.pp
     tables, optimizers = [], _Optimizers(spec)
     for rank in range(spec.pp):
         order = actions(spec.pp_schedule, spec.pp, rank, spec.pipeline_micro_batches, per_rank)
         notes = [_note(spec, stages, in_flight(order), per_rank)]
-        for table in _rank_tables(stages, spec, rank, order, optimizers, make):
+        replay = StageReplay(stages, spec, order, whole)
+        for table in _rank_tables(stages, spec, rank, order, replay, optimizers, make):
             everyone = tuple(rank * replicas + replica for replica in table.ranks)
             told = [*notes, *table.assumptions]
             tables.append(replace(table, rank=everyone[0], ranks=everyone, assumptions=told))
     return tables
+
+
+def _cut(trace: Trace, spec: RunSpec, number: int) -> tuple[Stages, Stages | None]:
+    """The stages, and those of micro-batches whose backward is whole where others' is parted."""
+    if spec.pp_schedule not in SPLIT:
+        return stages_of(trace, number), None
+    whole = staged(trace, number, 1, parted=False) if spec.pp_schedule == "dualpipev" else None
+    return staged(trace, number), whole
 
 
 class _Optimizers:
@@ -75,10 +93,10 @@ class _Optimizers:
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._known: dict[tuple[tuple[tuple[int, ...], str], ...], Trace] = {}
+        self._known: dict[tuple[tuple[tuple[int, ...], str, Part | None], ...], Trace] = {}
 
     def of(self, shards: list[Shard]) -> Trace:
-        shapes = tuple((shard.shape, shard.dtype) for shard in shards)
+        shapes = tuple((shard.shape, shard.dtype, shard.part) for shard in shards)
         if shapes not in self._known:
             device = device_of(self._spec)
             self._known[shapes] = trace_optimizer(shards, self._spec, device, steps=STEPS)
@@ -90,13 +108,17 @@ def _rank_tables(
     spec: RunSpec,
     rank: int,
     order: list[Action],
+    replay: StageReplay,
     optimizers: _Optimizers,
     make: Callable[[Trace, RunSpec], list[RankTable]],
 ) -> list[RankTable]:
     """The tables of the replicas of one pipeline rank, numbered from 0."""
-    replay = StageReplay(stages, spec, order)
     base = replay.trace()
-    shards = [Shard(p.key, p.name, p.shape, p.dtype) for p in base.parameters if p.trainable]
+    shards = [
+        Shard(p.key, p.name, p.shape, p.dtype, _part(base, p, spec))
+        for p in base.parameters
+        if p.trainable
+    ]
     if not shards:
         raise LlmemError(f"pipeline rank {rank} has nothing to train; use another --method or --pp")
     inner = spec.model_copy(
@@ -112,6 +134,21 @@ def _rank_tables(
     lifetimes, named = editor.finish()
     named = replace(named, lifetimes=lifetimes, optimizer=step.optimizer)
     return make(_with_rows(named), inner)
+
+
+def _part(trace: Trace, parameter: Parameter, spec: RunSpec) -> Part | None:
+    """What of a DTensor the parameter is; only two of the plans have them."""
+    if not trace.sharded or spec.tp_plan not in ("transformers", "torchtitan"):
+        return None
+    if parameter.key not in trace.sharded:
+        return Part(*trace.tensor_rank) if spec.sp else None
+    dimension, size = trace.sharded[parameter.key]
+    table = trace.lifetimes
+    gradients = table.take((table.category == Category.GRADIENT) & (table.key == parameter.key))
+    local = int(np.prod(parameter.shape)) * parameter.itemsize
+    # The first of the step, to which others are added (a tied one's of both ends of a V).
+    whole = len(gradients) > 0 and gradients.nbytes[np.argmin(gradients.birth)] > local
+    return Part(*trace.tensor_rank, dimension, size, bool(whole))
 
 
 def _with_rows(trace: Trace) -> Trace:

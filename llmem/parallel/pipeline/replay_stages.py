@@ -7,7 +7,7 @@ deaths and ops to the next free ticks. Within a copy all distances stay.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ from llmem.lifetimes import (
     Phase,
     Trace,
 )
-from llmem.parallel.pipeline.schedule import Action
+from llmem.parallel.pipeline.action import Action, Kind, closing
+from llmem.parallel.pipeline.handed_over import HandedOver
+from llmem.parallel.pipeline.places import Copy, Plan
 from llmem.parallel.pipeline.stage_rows import StageRows
 from llmem.parallel.pipeline.stages import Stages, Window
 from llmem.spec import RunSpec
@@ -33,31 +35,22 @@ STEPS = 2
 """Optimizer steps: the first one makes the optimizer's states, the second one finds them there."""
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A window copied to ``base``: tick t becomes base + t - window.start."""
-
-    window: Window
-    base: int
-
-    @property
-    def end(self) -> int:
-        return self.base + len(self.window)
-
-    def move(self, ticks: Any) -> Any:
-        return ticks - self.window.start + self.base
-
-
 class StageReplay:
-    """One rank's trace without its optimizer; ``order`` is its schedule for one step."""
+    """One rank's trace without its optimizer; ``order`` is its schedule for one step.
 
-    def __init__(self, stages: Stages, spec: RunSpec, order: list[Action]) -> None:
+    ``stages`` are those of the trace; ``whole``, if given, those of micro-batches whose backward is
+    not parted, where others' is.
+    """
+
+    def __init__(
+        self, stages: Stages, spec: RunSpec, order: list[Action], whole: Stages | None = None
+    ) -> None:
         self._stages = stages
         self._spec = spec
         self._order = order
-        # GPipe and the runtime of interleaved schedules keep all their sends until the step is done.
-        self._waits_at_the_end = spec.pp_schedule != "1f1b"
+        self._closing = closing(order)
         self._megatron = spec.strategy == "megatron"
+        self._held = HandedOver(spec.pp_schedule, order, stages.number, megatron=self._megatron)
         self._mine = {action.stage for action in order}
         self._source = stages.trace
         self._holders = stages.holders
@@ -68,20 +61,26 @@ class StageReplay:
         self._phases: list[tuple[int, Phase, int]] = [(0, Phase.SETUP, 0)]
         self._ready: dict[tuple[int, int], int] = {}
         self._rows = StageRows(stages)
+        self._whole = self._rows if whole is None else StageRows(whole)
         self._step, self._dropped = 0, int(NEVER)
+        self._following: Plan | None = None
+        self._summed: set[int] = set()  # parameters whose first gradient of the step has been made
         self.placed: list[dict[Action, list[Copy]]] = []
         """Of each step, after ``trace``: where the windows of each action went."""
 
     def trace(self) -> Trace:
         """Parameters, receive buffers and all steps."""
         self._existing()
-        self._receive_buffers()
+        buffers = self._receive_buffers()
         step_ticks = [self._now]
-        plans = []
+        plans: list[Plan] = []
         for step in range(STEPS):
             plans.append(self._plan(step))
             step_ticks.append(self._now)
         self.placed = [plan.copies for plan in plans]
+        for birth, buffer in buffers:
+            death = self._held.buffer(*buffer, plans[0])
+            self._add_one(self._stages.hidden, birth, death, Category.COMMUNICATION)
         for step, plan in enumerate(plans):
             self._fill(plan, plans[step + 1] if step + 1 < STEPS else None, step)
         kinds: list[Any] = list(OP_COLUMNS)
@@ -123,31 +122,31 @@ class StageReplay:
         there = table.birth <= self._source.step_ticks[0]
         dropped = np.isin(table.key, keys) & (table.category == Category.PARAMETER)
         dropped |= away[table.module] & (table.category == Category.BUFFER)
+        dropped |= table.category == Category.GRADIENT  # of earlier micro-batches
         self._add(np.flatnonzero(there & ~dropped), table.birth, table.death, None)
 
-    def _receive_buffers(self) -> None:
-        if self._megatron:  # which makes one for each receive
-            return
-        last, micro = self._stages.number - 1, self._spec.pipeline_micro_batches
-        ends = sum((stage > 0) + (stage < last) for stage in self._mine)
-        for _ in range(ends * micro):
-            self._add_one(self._stages.hidden, self._now, int(NEVER), Category.COMMUNICATION)
+    def _receive_buffers(self) -> list[tuple[int, tuple[int, int, bool]]]:
+        """The birth of each, and what it is for."""
+        made = []
+        for buffer in self._held.buffers(self._spec.pipeline_micro_batches):
+            made.append((self._now, buffer))
             self._now += TICK
+        return made
 
     # -- one step: places first, then rows -------------------------------------------------------
 
-    def _plan(self, step: int) -> _Plan:
+    def _plan(self, step: int) -> Plan:
         """Give every action of the step its ticks."""
-        plan = _Plan(self._now)
+        plan = Plan(self._now, self._order)
         self._phase(Phase.ZERO_GRAD, step)
         self._phase(Phase.BATCH, step)
         plan.batch = self._now
         self._now += (len(np.flatnonzero(self._rows.inputs)) + 1) * TICK
+        plan.begin = self._now - 1
         for action in self._order:
             self._phase(Phase.FORWARD if action.forward else Phase.BACKWARD, step)
-            windows = self._windows(action)
             copies = []
-            for window in windows:
+            for window in self._rows_of(action).stages.windows(action):
                 copies.append(Copy(window, self._now))
                 self._now += len(window)
             plan.copies[action] = copies
@@ -162,34 +161,25 @@ class StageReplay:
         self._phases.append((self._now + 1, phase, step))
         self._now += TICK
 
-    def _windows(self, action: Action) -> list[Window]:
-        if not action.forward:
-            return [self._stages.backward[action.stage]]
-        return [self._stages.prelude, self._stages.forward[action.stage]]
+    def _rows_of(self, action: Action) -> StageRows:
+        """Those of the traced micro-batch whose backward is as that of ``action``'s."""
+        is_whole = self._closing[action.stage, action.micro][0].kind is Kind.BACKWARD
+        return self._whole if is_whole else self._rows
 
-    def _fill(self, plan: _Plan, following: _Plan | None, step: int) -> None:
+    def _fill(self, plan: Plan, following: Plan | None, step: int) -> None:
         """Copy ops and rows of every action to the places of the plan."""
-        self._step = step
+        self._step, self._following = step, following
+        self._summed.clear()
         self._dropped = self._gradients_dropped(plan, following)
         self._batch(plan)
-        backwards = [a for a in self._order if not a.forward]
-        after = dict(zip(backwards[:-1], backwards[1:], strict=True))
+        first = next(a for a in self._order if not a.forward)
         for action in self._order:
             if action.forward:
                 self._forward(action, plan, first=step == 0 and action == self._order[0])
             else:
-                sent = self._sent_back_until(action, after.get(action), plan)
-                self._backward(action, plan, sent, first=step == 0 and action == backwards[0])
+                self._backward(action, plan, first=step == 0 and action == first)
 
-    def _sent_back_until(self, action: Action, following: Action | None, plan: _Plan) -> int:
-        """Until when the gradient of this backward's input is held, which the first stage drops."""
-        if action.stage == 0:
-            return plan.copies[action][0].end
-        if self._waits_at_the_end or following is None:
-            return plan.end
-        return plan.copies[following][0].end
-
-    def _gradients_dropped(self, plan: _Plan, following: _Plan | None) -> int:
+    def _gradients_dropped(self, plan: Plan, following: Plan | None) -> int:
         """Tick at which the loop drops this step's gradients."""
         if self._spec.zero_grad == "after_step":
             return plan.tail
@@ -200,7 +190,7 @@ class StageReplay:
         first = next(a for a in self._order if not a.forward)
         return following.copies[first][0].base
 
-    def _batch(self, plan: _Plan) -> None:
+    def _batch(self, plan: Plan) -> None:
         """The whole batch of the step, all micro-batches of it, on every rank."""
         table = self._source.lifetimes
         micro = self._spec.pipeline_micro_batches
@@ -208,85 +198,72 @@ class StageReplay:
             birth = plan.batch + number * TICK
             self._add_one(int(table.nbytes[row]) * micro, birth, plan.end, Category.INPUT)
 
-    def _forward(self, action: Action, plan: _Plan, first: bool) -> None:
-        table, stage = self._source.lifetimes, action.stage
+    def _forward(self, action: Action, plan: Plan, first: bool) -> None:
+        table, stage, these = self._source.lifetimes, action.stage, self._rows_of(action)
         prelude, body = plan.copies[action]
-        backward = plan.copies[Action(False, stage, action.micro)][0]
+        backward = plan.backward(action)
         for copy in (prelude, body):
-            births = copy.window.holds(table.birth) & ~self._rows.kept
+            births = copy.window.holds(table.birth) & ~these.kept
             if copy is prelude and stage > 0:
-                births &= ~self._rows.embedded
+                births &= ~these.embedded
             rows = np.flatnonzero(births)
             death = table.death[rows]
             # What dies in another stage's part (masks, positions) dies when this one's ends.
-            in_backward = death > self._stages.forward[-1].end
-            later = np.where(in_backward, backward.end, body.end)
-            for inside in (prelude, body, backward):
+            in_backward = death > these.stages.forward[-1].end
+            later = np.where(in_backward, backward[-1].end, body.end)
+            for inside in (prelude, body, *backward):
                 here = inside.window.holds(death)
                 later[here] = inside.move(death[here])
-            later[np.isin(rows, self._rows.sent(stage))] = self._sent_until(action, plan)
+            sent = np.isin(rows, these.sent(stage))
+            later[sent] = self._held.output(action, plan, self._following)
             if copy is prelude and stage > 0 and self._megatron:
-                self._receive(copy.base, backward.end)
+                self._receive(copy.base, backward[-1].end)
             self._add(rows, copy.move(table.birth), later, copy, full=False)
             self._copy_ops(copy, Phase.FORWARD)
         if first:
             self._persist(self._stages.prelude.start, self._stages.forward[-1].end, prelude)
 
-    def _backward(self, action: Action, plan: _Plan, sent: int, first: bool) -> None:
-        table, window = self._source.lifetimes, self._stages.backward[action.stage]
+    def _backward(self, action: Action, plan: Plan, first: bool) -> None:
+        table, these = self._source.lifetimes, self._rows_of(action)
         [copy] = plan.copies[action]
-        rows = np.flatnonzero(window.holds(table.birth) & ~self._rows.kept)
-        keys = self._rows.gradient_keys(rows, action.stage)
-        needed = ~self._rows.only_summed(rows, keys)
+        window, sent = copy.window, self._held.gradient(action, plan, self._following)
+        rows = np.flatnonzero(window.holds(table.birth) & ~these.kept)
+        keys = these.gradient_keys(rows, action.stage)
+        needed = ~these.only_summed(rows, keys)
         rows, keys = rows[needed], keys[needed]
         gradient = keys >= 0
         death = table.death[rows]
         later = np.full(len(rows), sent, np.int64)
-        inside = window.holds(death) & ~gradient
-        later[inside] = copy.move(death[inside])
-        ready = self._rows.ready_ticks(rows, keys, window)
-        first_one = action.micro == 0 and not self._megatron  # whose buffer has the sum
-        later[gradient] = self._dropped if first_one else copy.move(ready[gradient])
+        for inside in (copy, *plan.backward(action)):
+            here = inside.window.holds(death) & ~gradient
+            later[here] = inside.move(death[here])
+        ready = these.ready_ticks(rows, keys, window)
+        later[gradient] = copy.move(ready[gradient])
+        if not self._megatron:  # whose buffer has the sum
+            later[gradient & ~np.isin(keys, list(self._summed))] = self._dropped
+        self._summed.update(keys[gradient].tolist())
         for key, tick in zip(keys[gradient].tolist(), ready[gradient].tolist(), strict=True):
             self._ready[self._step, key] = int(copy.move(tick))
         self._add(rows, copy.move(table.birth), later, copy, full=False, keys=keys)
-        self._arriving_gradients(copy, sent)
+        self._arriving_gradients(these, copy, sent)
         if self._megatron and action.stage < self._stages.number - 1:
             self._receive(copy.base, self._next_receive(action, plan))
         self._copy_ops(copy, Phase.BACKWARD)
         if first:
             self._persist(self._stages.forward[-1].end, int(NEVER) - 1, copy)
 
-    def _sent_until(self, action: Action, plan: _Plan) -> int:
-        """Until when the output of this forward is held.
-
-        By ``fwd_cache`` until its backward returns, and by the send's handle. 1F1B drops a handle
-        when it sends again; the last one of the warm-up it keeps until all forwards are done.
-        """
-        if self._waits_at_the_end:
-            return plan.end
-        if self._megatron:  # ``deallocate_output_tensor``, once it is sent
-            return plan.copies[action][1].end
-        backward = Action(False, action.stage, action.micro)
-        ends = [plan.copies[backward][0].end]
-        ahead = next(i for i, done in enumerate(self._order) if not done.forward)
-        if action.micro == ahead - 2:
-            forwards = [i for i, done in enumerate(self._order) if done.forward]
-            ends.append(plan.copies[self._order[forwards[-1] + 1]][0].end)
-        return max(ends)
-
     def _receive(self, base: int, until: int) -> None:
         """What Megatron-LM receives before an action (``_communicate`` makes it)."""
         self._add_one(self._stages.hidden, base, until, Category.COMMUNICATION)
 
-    def _next_receive(self, action: Action, plan: _Plan) -> int:
+    def _next_receive(self, action: Action, plan: Plan) -> int:
         """``output_tensor_grad`` holds one gradient until the next has been received."""
-        following = Action(False, action.stage, action.micro + 1)
+        following = Action(Kind.BACKWARD, action.stage, action.micro + 1)
         return plan.copies[following][0].base + 1 if following in plan.copies else plan.end
 
-    def _arriving_gradients(self, copy: Copy, sent: int) -> None:
+    def _arriving_gradients(self, these: StageRows, copy: Copy, sent: int) -> None:
         table, window = self._source.lifetimes, copy.window
-        for row, tick in self._rows.added_to(window):
+        for row, tick in these.added_to(window):
             death = int(table.death[row])
             later = int(copy.move(death)) if death <= window.end else sent
             birth = int(copy.move(tick))
@@ -345,12 +322,3 @@ class StageReplay:
         for name in COLUMNS:
             default = -1 if name in ("birth_op", "death_op", "key") else 0
             self._columns[name].append(np.array([values.get(name, default)]))
-
-
-class _Plan:
-    """The ticks of one step."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.batch = self.end = self.tail = start
-        self.copies: dict[Action, list[Copy]] = {}

@@ -1,23 +1,38 @@
 """In which order a pipeline rank runs forwards and backwards of micro-batches.
 
 Read in torch/distributed/pipelining/schedules.py (``ScheduleGPipe``, ``Schedule1F1B``,
-``ScheduleInterleaved1F1B``) of torch 2.13. Stage ``s`` is on rank ``s % ranks``.
+``ScheduleInterleaved1F1B``, ``ScheduleInterleavedZeroBubble``) of torch 2.13; ``v_schedules`` has
+the V-shaped ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from llmem.errors import LlmemError
+from llmem.parallel.pipeline.action import Action, Kind
+from llmem.parallel.pipeline.v_schedules import dualpipev, zbv
+
+LOOPED = ("interleaved", "interleaved-zero-bubble")
+"""Schedules whose ranks have ``--virtual-stages`` stages each: stage ``s`` is on rank ``s % ranks``."""
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules whose rank ``r`` of ``P`` has the stages ``r`` and ``2P - 1 - r``."""
+SPLIT = ("interleaved-zero-bubble", *V_SHAPED)
+"""Schedules that part backward into the gradient of the input and those of the parameters."""
 
 
-@dataclass(frozen=True)
-class Action:
-    """The forward or backward of one micro-batch through one stage."""
+def stages_per_rank(schedule: str, virtual_stages: int) -> int:
+    """Stages of each rank; ``virtual_stages`` is what the looped schedules are given."""
+    return virtual_stages if schedule in LOOPED else 2 if schedule in V_SHAPED else 1
 
-    forward: bool
-    stage: int
-    micro: int
+
+def stages_on(schedule: str, ranks: int, rank: int, per_rank: int) -> list[int]:
+    """The stages of ``rank``, in order.
+
+    >>> stages_on("zbv", 4, 1, 2), stages_on("interleaved", 4, 1, 2)
+    ([1, 6], [1, 5])
+    """
+    if schedule in V_SHAPED:
+        return [rank, 2 * ranks - 1 - rank]
+    return list(range(rank, ranks * per_rank, ranks))
 
 
 def actions(
@@ -27,22 +42,26 @@ def actions(
 
     Raises LlmemError where torch refuses the number of micro-batches.
 
-    >>> "".join("FB"[not a.forward] + str(a.micro) for a in actions("1f1b", 2, 0, 3))
-    'F0F1B0F2B1B2'
+    >>> actions("1f1b", 2, 0, 3)
+    [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     """
     if schedule == "gpipe":
         every = range(micro_batches)
-        return [Action(forward, rank, m) for forward in (True, False) for m in every]
+        return [Action(kind, rank, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in every]
     if schedule == "1f1b":
         return _one_forward_one_backward(ranks, rank, micro_batches)
-    return _interleaved(ranks, rank, micro_batches, per_rank)
+    if schedule == "zbv":
+        return zbv(ranks, rank, micro_batches)
+    if schedule == "dualpipev":
+        return dualpipev(ranks, rank, micro_batches)
+    return _interleaved(schedule, ranks, rank, micro_batches, per_rank)
 
 
 def in_flight(done: list[Action]) -> int:
     """The most micro-batches (times stages) whose forward is done and whose backward is not."""
     most = now = 0
     for action in done:
-        now += 1 if action.forward else -1
+        now += {Kind.FORWARD: 1, Kind.INPUT: 0}.get(action.kind, -1)
         most = max(most, now)
     return most
 
@@ -55,36 +74,48 @@ def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> list
             "--micro-batches or use gpipe"
         )
     ahead = ranks - rank
-    order = [Action(True, rank, m) for m in range(ahead)]
+    order = [Action(Kind.FORWARD, rank, m) for m in range(ahead)]
     for micro in range(micro_batches):
-        order.append(Action(False, rank, micro))
+        order.append(Action(Kind.BACKWARD, rank, micro))
         if ahead + micro < micro_batches:
-            order.append(Action(True, rank, ahead + micro))
+            order.append(Action(Kind.FORWARD, rank, ahead + micro))
     return order
 
 
-def _interleaved(ranks: int, rank: int, micro_batches: int, per_rank: int) -> list[Action]:
-    """Rounds of micro-batches go through a rank's stages one after the other."""
+def _interleaved(
+    schedule: str, ranks: int, rank: int, micro_batches: int, per_rank: int
+) -> list[Action]:
+    """Rounds of micro-batches go through a rank's stages one after the other.
+
+    Zero bubble warms up half as long, and gives the parameters of a backward their gradients after
+    the ``rank``-th backward that follows it.
+    """
     rounds = max(1, micro_batches // ranks)
     if micro_batches % rounds:
         raise LlmemError(
-            f"--pp-schedule interleaved cuts {micro_batches} micro-batches into {rounds} rounds, "
+            f"--pp-schedule {schedule} cuts {micro_batches} micro-batches into {rounds} rounds, "
             f"which does not divide; use a multiple of {ranks}"
         )
+    split = schedule in SPLIT
     width, total = micro_batches // rounds, micro_batches * per_rank
-    warm_up = min((per_rank - 1) * width + 2 * (ranks - 1 - rank), total)
-    done: dict[tuple[bool, int], int] = {}
+    hop = 1 if split else 2
+    warm_up = min((per_rank - 1) * width + hop * (ranks - 1 - rank), total)
+    done: dict[tuple[Kind, int], int] = {}
 
-    def next_one(forward: bool, number: int) -> Action:
+    def next_one(kind: Kind, number: int) -> Action:
         local = number // width % per_rank
-        stage = (local if forward else per_rank - 1 - local) * ranks + rank
-        micro = done.get((forward, stage), 0)
-        done[forward, stage] = micro + 1
-        return Action(forward, stage, micro)
+        stage = (local if kind is Kind.FORWARD else per_rank - 1 - local) * ranks + rank
+        micro = done.get((kind, stage), 0)
+        done[kind, stage] = micro + 1
+        return Action(kind, stage, micro)
 
-    order = [next_one(True, number) for number in range(warm_up)]
+    order = [next_one(Kind.FORWARD, number) for number in range(warm_up)]
     for number in range(total):
         if warm_up + number < total:
-            order.append(next_one(True, warm_up + number))
-        order.append(next_one(False, number))
+            order.append(next_one(Kind.FORWARD, warm_up + number))
+        order.append(next_one(Kind.INPUT if split else Kind.BACKWARD, number))
+        if split and number >= rank:
+            order.append(next_one(Kind.WEIGHT, number - rank))
+    if split:
+        order += [next_one(Kind.WEIGHT, number) for number in range(max(total - rank, 0), total)]
     return order

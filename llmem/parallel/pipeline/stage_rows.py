@@ -19,16 +19,18 @@ class StageRows:
     """Masks and lists of the rows of ``stages.trace``."""
 
     def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+        self.stages = self._stages = stages
         self._source = stages.trace
         self._table = stages.trace.lifetimes
         self._added: dict[Window, list[tuple[int, int]]] = {}
 
     @cached_property
     def inputs(self) -> Mask:
-        """The batch of the micro-batch."""
+        """The batch of the micro-batch: what is there when its forward begins."""
         table = self._table
-        return (table.category == Category.INPUT) & (table.birth > self._source.step_ticks[0])  # type: ignore[no-any-return]
+        found = (table.category == Category.INPUT) & (table.birth > self._source.step_ticks[0])
+        forward = self._stages.prelude.start
+        return found & (table.birth <= forward) & (table.death > forward)  # type: ignore[no-any-return]
 
     @cached_property
     def kept(self) -> Mask:
@@ -106,6 +108,8 @@ class StageRows:
         keys = np.where(table.category[rows] == Category.GRADIENT, table.key[rows], -1).astype(
             np.int64
         )
+        if self._stages.cut:  # where each part has been told from the other
+            return keys
         for key, nbytes in self.tied.items():
             keys[keys == key] = -1
             if stage == self._stages.number - 1:
@@ -122,7 +126,7 @@ class StageRows:
 
         The operand is the rank's own part of a DTensor's gradient, copied (``clone``) to be added.
         """
-        table, tied = self._table, self.tied
+        table, tied = self._table, {} if self._stages.cut else self.tied
         found = np.isin(table.key[rows], list(tied)) & (keys < 0)
         found &= table.category[rows] == Category.GRADIENT
         for key, nbytes in tied.items():
@@ -137,11 +141,11 @@ class StageRows:
     def ready_ticks(
         self, rows: NDArray[np.int64], keys: NDArray[np.int64], window: Window
     ) -> NDArray[np.int64]:
-        """When each row that is a gradient has been accumulated."""
-        born = self._table.birth[rows]
-        ready = born + 1
+        """When each row that is a gradient has been accumulated, and let go of."""
+        born, death = self._table.birth[rows], self._table.death[rows]
+        ready = np.where(window.holds(death), death, born + 1)
         for i in np.flatnonzero(keys >= 0).tolist():
-            tick = self._source.gradient_ready.get((0, int(keys[i])))
+            tick = self._source.gradient_ready.get((self._stages.step, int(keys[i])))
             if tick is not None and born[i] < tick <= window.end:
                 ready[i] = tick
         return ready

@@ -8,7 +8,7 @@ comes after the last layer belongs to the last stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import NEVER, TICK, Ints, Phase, Touch, Trace
+from llmem.parallel.pipeline.action import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Stages:
     """The layers of each stage."""
     outputs: list[Ints]
     """Rows that each stage but the last makes and the next one reads."""
+    step: int = 0
+    """The step of ``trace`` that was cut."""
+    cut: bool = False
+    """Whether stages had graphs of their own while they were traced."""
+    weights: list[int] = field(default_factory=list)
+    """If backward was parted: the tick in each stage's where that of the parameters begins."""
 
     @property
     def number(self) -> int:
@@ -54,6 +61,17 @@ class Stages:
         """Bytes of what goes from stage to stage (and of its gradient)."""
         rows = self.outputs[0] if self.outputs else np.empty(0, np.int64)
         return int(self.trace.lifetimes.nbytes[rows].sum())
+
+    def windows(self, action: Action) -> list[Window]:
+        """What ``action`` runs."""
+        if action.forward:
+            return [self.prelude, self.forward[action.stage]]
+        whole = self.backward[action.stage]
+        if action.kind is Kind.BACKWARD:
+            return [whole]
+        turn = self.weights[action.stage]
+        is_input = action.kind is Kind.INPUT
+        return [Window(whole.start, turn) if is_input else Window(turn, whole.end)]
 
     @cached_property
     def holders(self) -> dict[int, list[int]]:
@@ -74,6 +92,7 @@ class Stages:
         trace = self.trace
         ops = trace.touch_op[trace.touch_row == row]
         ticks = trace.ops.tick[ops[trace.ops.phase[ops] == int(Phase.FORWARD)]]
+        ticks = ticks[(ticks >= self.prelude.start) & (ticks < self.forward[-1].end)]
         first = bool((ticks < self.forward[0].start).any())
         last = bool((ticks >= self.forward[-1].start).any())
         return ([0] if first else []) + ([self.number - 1] if last else [])
@@ -84,46 +103,71 @@ def stages_of(trace: Trace, number: int) -> Stages:
 
     Raises LlmemError if the model has fewer layers, or layers that are not run one after the other.
     """
-    layers = trace.wrapped
-    if len(layers) < number:
-        raise LlmemError(
-            f"{number} pipeline stages need as many layers, and the model has {len(layers)}; lower "
-            "--pp (or --virtual-stages)"
-        )
-    names = split_layers(layers, number)
-    starts = {p: tick // TICK * TICK for tick, p, _ in reversed(trace.phase_ticks)}
-    forward, backward = starts[Phase.FORWARD], starts[Phase.BACKWARD]
-    end = min(t for t, _, _ in trace.phase_ticks if t > backward + 1) // TICK * TICK
-    enter = [_enter(trace, stage[0]) for stage in names]
-    if enter != sorted(enter):
-        raise LlmemError("the model's layers do not run in their order, so it has no stages")
-    edges = [*enter, backward]
-    forwards = [Window(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    names = split_layers(trace.wrapped, number)
+    backward, end = _backward(trace, 0)
     # Backward runs from the last stage to the first: stage s from its own turn to that of s - 1.
     turns = [*(_turn(trace, names[: s + 1], backward) for s in range(number - 1)), backward]
-    ends = [end, *turns[:-1]]
-    backwards = [Window(a, b) for a, b in zip(turns, ends, strict=True)]
+    windows = [Window(a, b) for a, b in zip(turns, [end, *turns[:-1]], strict=True)]
+    return _stages(trace, names, windows, 0)
+
+
+def staged(trace: Trace, number: int, step: int = 0, *, parted: bool = True) -> Stages:
+    """The stages of a ``step`` whose backward ran stage by stage (``trace/staged_backward.py``)."""
+    _, end = _backward(trace, step)
+    # One phase around all, and one for each part: its start and its end.
+    marks = [t // TICK * TICK for t, p, s in trace.phase_ticks if (p, s) == (Phase.BACKWARD, step)]
+    starts, each = [*marks[1::2], end], 2 if parted else 1
+    firsts = [starts[each * (number - 1 - stage)] for stage in range(number)]
+    windows = [Window(a, b) for a, b in zip(firsts, [end, *firsts[:-1]], strict=True)]
+    weights = [windows[0].start, *(starts[each * (number - 1 - s) + 1] for s in range(1, number))]
+    found = _stages(trace, split_layers(trace.wrapped, number), windows, step)
+    return replace(found, cut=True, weights=weights if parted else [])
+
+
+def _backward(trace: Trace, step: int) -> tuple[int, int]:
+    """Where backward of ``step`` starts and ends."""
+    start = next(t for t, p, s in trace.phase_ticks if (p, s) == (Phase.BACKWARD, step))
+    after = (t for t, p, _ in trace.phase_ticks if t > start + 1 and p is not Phase.BACKWARD)
+    return start // TICK * TICK, min(after) // TICK * TICK
+
+
+def _stages(trace: Trace, names: list[list[str]], backwards: list[Window], step: int) -> Stages:
+    forward = next(t for t, p, s in trace.phase_ticks if (p, s) == (Phase.FORWARD, step))
+    enter = [_enter(trace, stage[0], step) for stage in names]
+    if enter != sorted(enter):
+        raise LlmemError("the model's layers do not run in their order, so it has no stages")
+    edges = [*enter, backwards[-1].start]
+    forwards = [Window(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     outputs = [_handed_over(trace, a, b) for a, b in pairwise(forwards)]
-    return Stages(trace, Window(forward, enter[0]), forwards, backwards, names, outputs)
+    prelude = Window(forward // TICK * TICK, enter[0])
+    return Stages(trace, prelude, forwards, backwards, names, outputs, step)
 
 
 def split_layers(layers: list[str], number: int) -> list[list[str]]:
     """The layers of each of ``number`` stages, in order; earlier ones get what does not divide.
 
+    Raises LlmemError if there are fewer layers.
+
     >>> split_layers(["a", "b", "c"], 2)
     [['a', 'b'], ['c']]
     """
+    if len(layers) < number:
+        raise LlmemError(
+            f"{number} pipeline stages need as many layers, and the model has {len(layers)}; lower "
+            "--pp (or --virtual-stages)"
+        )
     each, more = divmod(len(layers), number)
     bounds = [stage * each + min(stage, more) for stage in range(number + 1)]
     return [layers[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _enter(trace: Trace, layer: str) -> int:
+def _enter(trace: Trace, layer: str, step: int) -> int:
     module = trace.modules.index(layer)
     return next(
         span.enter // TICK * TICK
         for span in trace.spans
         if span.module == module and span.phase is Phase.FORWARD and not span.recompute
+        and span.step == step
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmem.lifetimes import TICK, Category, Parameter, Phase, Trace
+from llmem.lifetimes import TICK, Category, Parameter, Phase, Recorded, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.gradients import gradient_rows
 from llmem.parallel.zero.layout import FlatGroup
@@ -308,7 +308,9 @@ class Zero12Pass:
 
     def _temporary(self, nbytes: int, tick: int, op: int) -> int:
         stream = REDUCTION_STREAM if self.options.overlap else 0
-        return self.editor.add(nbytes, self.editor.at(tick), op=op, stream=stream)
+        made = self.editor.add(nbytes, self.editor.at(tick), op=op, stream=stream)
+        self.editor.record_stream(made, Recorded(by_nccl=True))
+        return made
 
     def _messages(self, tick: int) -> list[list[tuple[int, bool]]]:
         """What is flattened into one tensor: (elements, added to this rank's fp32 partition)."""

@@ -20,11 +20,12 @@ runtime/comm/coalesced_collectives.py:
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from math import ceil
 
 import numpy as np
 
-from llmem.lifetimes import TICK, Category, Parameter, Phase, Trace
+from llmem.lifetimes import TICK, Category, HostWait, Parameter, Phase, Recorded, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.fsdp.fsdp2_shards import ITEMSIZE
 from llmem.parallel.gradients import gradient_rows
@@ -43,6 +44,7 @@ from llmem.parallel.zero.step import GroupStep
 
 FP32 = 4
 GATHER_STREAM, REDUCE_STREAM = 1, 2
+IN_FLIGHT = 2  # max_param_reduce_events
 
 
 def shard(numel: int, ranks: int) -> int:
@@ -76,6 +78,7 @@ class Zero3Pass:
         self._flat: dict[int, list[int]] = {}
         self._bucket: list[Parameter] = []
         self._large: dict[int, int] = {}
+        self._reductions: deque[int] = deque()
         self._tick, self._phase, self._step = 0, Phase.SETUP, 0
         self._now = Backward(0, 0, True, 0, 0)
 
@@ -257,6 +260,8 @@ class Zero3Pass:
         """A gathered parameter is released."""
         handle = self._alive.pop(parameter.key, None)
         if handle is not None:
+            if self.options.overlap:
+                self.editor.record_stream(handle, Recorded(on_compute=True))
             self.editor.free(handle, self._tick)
 
     @property
@@ -305,7 +310,7 @@ class Zero3Pass:
         row = self._rows.get((self._now.step, parameter.key))
         if self.options.zero.contiguous_gradients and elements + parameter.numel <= size:
             if self._now.micro == 0 and row is not None:
-                editor.end(row, editor.at(tick))
+                self._end_gradient(row, tick)
         elif self._now.micro:
             nbytes = parameter.numel * parameter.itemsize
             self._large[parameter.key] = editor.add(
@@ -321,6 +326,9 @@ class Zero3Pass:
             return
         editor, options, bucket = self.editor, self.options, self._bucket
         op = editor.op("reduce_scatter", "", Phase.BACKWARD, self._now.step, editor.at(tick))
+        if len(self._reductions) > IN_FLIGHT:
+            done = self._reductions.popleft()
+            editor.host_wait(HostWait(editor.at(tick), done, done))
         whole = sum(p.numel for p in bucket)
         in_buffer = options.zero.contiguous_gradients and whole <= options.reduce_bucket
         if in_buffer and not options.zero.reduce_scatter:
@@ -332,11 +340,18 @@ class Zero3Pass:
                 self._offload(parameter, tick, op)
             large = self._large.pop(parameter.key, None)
             if large == -1:
-                editor.end(self._rows[self._now.step, parameter.key], editor.at(tick))
+                self._end_gradient(self._rows[self._now.step, parameter.key], tick)
             elif large is not None:
                 editor.free(large, tick)
         editor.free(temporary, tick)
         bucket.clear()
+        self._reductions.append(editor.at(tick))
+
+    def _end_gradient(self, row: int, tick: int) -> None:
+        """It has been copied on the reducing stream."""
+        if self.options.overlap:
+            self.editor.record_row(row, Recorded())
+        self.editor.end(row, self.editor.at(tick))
 
     def _temporary(self, nbytes: int, tick: int, op: int) -> int:
         stream = REDUCE_STREAM if self.options.overlap else 0

@@ -22,6 +22,7 @@ import torch
 from llmem.errors import LlmemError
 from llmem.spec import RunSpec
 from llmem.trace.batch import Batch, task_of
+from llmem.trace.split.process_group import MeshOf
 from llmem.trace.split.ulysses import UlyssesAttention, check_heads
 from llmem.trace.step import TrainingStep
 
@@ -34,8 +35,9 @@ def check_context_parallel(spec: RunSpec) -> None:
     """Raises LlmemError if ``spec.cp`` ranks cannot share this run's sequences."""
     if spec.cp == 1:
         return
+    plan = spec.tp > 1 and spec.tp_plan not in ("transformers", "torchtitan")
     for option, given in (
-        ("--tp", spec.tp > 1), ("--pp", spec.pp > 1), ("--packed", spec.packed),
+        (f"--tp-plan {spec.tp_plan}", plan), ("--packed", spec.packed),
         ("--padding", spec.padding), ("--task generate", spec.task == "generate"),
     ):  # fmt: skip
         if given:
@@ -45,6 +47,11 @@ def check_context_parallel(spec: RunSpec) -> None:
             f"--cp {spec.cp} cannot cut {spec.seq_length} tokens evenly; give --seq-length a "
             f"multiple of {2 * spec.cp}"
         )
+    if spec.sp and spec.seq_length % (spec.cp * spec.tp):
+        raise LlmemError(
+            f"--sp cannot split the {spec.seq_length // spec.cp} tokens of a rank of --cp {spec.cp} "
+            f"over {spec.tp} ranks; give --seq-length a multiple of {2 * spec.cp * spec.tp}"
+        )
     if spec.cp_comm != "ulysses" and spec.attn_implementation not in (None, "sdpa"):
         raise LlmemError(
             f"torch's context parallelism replaces SDPA (Trainer refuses "
@@ -52,18 +59,18 @@ def check_context_parallel(spec: RunSpec) -> None:
         )
 
 
-def split_sequences(step: TrainingStep, spec: RunSpec, notes: list[str]) -> None:
-    """Let ``step`` train on this rank's part of each batch, in the current process group.
+def split_sequences(step: TrainingStep, spec: RunSpec, notes: list[str], mesh_of: MeshOf) -> None:
+    """Let ``step`` train on this rank's part of each batch, among the ranks of ``rank_mesh``.
 
     Raises LlmemError for models whose attention cannot be split.
     """
     model: Any = step.model
     _check_model(model, spec)
-    mesh = _mesh(spec.cp)
+    mesh = mesh_of()["cp"]
     each = spec.seq_length // spec.cp
     if spec.cp_comm == "ulysses":
-        check_heads(model.config.get_text_config(), spec.cp)
-        step.micro_batch_context = partial(_ulysses, model, mesh, spec)
+        check_heads(model.config.get_text_config(), spec.cp, spec.tp)
+        step.micro_batch_context = partial(_ulysses, model.config._attn_implementation, mesh, spec)
         notes.append(
             f"context parallelism: Ulysses on {spec.cp} ranks as DeepSpeed's UlyssesSPAttentionHF, "
             f"{each} tokens of every sequence on each, all of them for 1/{spec.cp} of the heads in "
@@ -100,17 +107,6 @@ def _check_model(model: Any, spec: RunSpec) -> None:
             f"--cp splits full causal attention alone and {name} has {', '.join(others)} (accelerate "
             "refuses it); leave --cp out"
         )
-
-
-def _mesh(degree: int) -> Any:
-    """The mesh of the ranks that share sequences; data-parallel ones come first, as accelerate's."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    sizes = (dist.get_world_size() // degree, degree)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    with torch.profiler.record_function("host:device mesh"):
-        return init_device_mesh(device, sizes, mesh_dim_names=("dp", "cp"))["cp"]
 
 
 def _masks_become_causal(model: torch.nn.Module) -> None:
@@ -168,7 +164,7 @@ def _torch_context(mesh: Any, spec: RunSpec) -> Iterator[Callable[[Batch], Batch
 
 
 @contextmanager
-def _ulysses(model: Any, mesh: Any, spec: RunSpec) -> Iterator[Callable[[Batch], Batch]]:
+def _ulysses(attention: str, mesh: Any, spec: RunSpec) -> Iterator[Callable[[Batch], Batch]]:
     """Around forward and backward of a micro-batch; yields what takes this rank's part of it.
 
     DeepSpeed's UlyssesSPDataLoaderAdapter cuts on the host; labels are the shifted ones
@@ -184,7 +180,7 @@ def _ulysses(model: Any, mesh: Any, spec: RunSpec) -> Iterator[Callable[[Batch],
         }
         return parts | {"labels": parts["shift_labels"]}
 
-    with UlyssesAttention(mesh.get_group(), spec.cp).in_place_of(model.config._attn_implementation):
+    with UlyssesAttention(mesh.get_group(), spec.cp).in_place_of(attention):
         yield cut
 
 

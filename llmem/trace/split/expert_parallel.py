@@ -9,8 +9,9 @@ weighted and summed. Two plans use it:
 ``transformers``  the ranks share one batch (``DistributedConfig(tp_size=N, ep_size=N)``, with ``--tp
                   N`` for its tensor-parallel rest, else with that whole): each sends a slice of its
                   tokens, and the slices' results are gathered.
-``alltoall``      every rank has a batch of its own and sends all of its tokens (``fsdp_size=N,
-                  ep_size=N``; DeepSpeed-MoE and torchtitan do the same).
+``alltoall``      every rank has a batch of its own and sends all of its tokens (``fsdp_size=M,
+                  ep_size=N``; DeepSpeed-MoE and torchtitan do the same). A data-parallel engine works
+                  on all M ranks with what is no expert, and on the M / N that hold the same experts.
 
 How many tokens a rank receives depends on what the router learned. ``routing_balance`` is an
 average rank's number over the busiest one's; the rank that is traced is the busiest.
@@ -29,6 +30,7 @@ import torch
 from llmem.errors import LlmemError
 from llmem.installed import installed
 from llmem.spec import RunSpec
+from llmem.trace.split.process_group import make_mesh
 
 
 def check_expert_parallel(spec: RunSpec) -> None:
@@ -41,22 +43,30 @@ def check_expert_parallel(spec: RunSpec) -> None:
         ("--tp of another degree", spec.tp not in (1, spec.ep)), ("--pp", spec.pp > 1),
         (f"--tp-plan {spec.tp_plan}", spec.tp > 1 and spec.tp_plan != "transformers"),
         ("--cp", spec.cp > 1),
-        (f"--method {spec.method}", spec.method != "full"),
+        (f"--method {spec.method}", spec.method not in ("full", "lora")),
+        (f"--quantization {spec.quantization}", spec.quantization != "none"),
         ("--task generate", spec.task == "generate"),
     ):  # fmt: skip
         if given:
             raise LlmemError(f"--ep with {option} is not supported; leave one of them out")
-    if spec.ep_plan == "alltoall" and (spec.gpus, spec.strategy, spec.tp) != (
-        spec.ep, "none", 1
-    ):
-        raise LlmemError(
-            "--ep-plan alltoall is known where all GPUs share one set of experts; give --gpus "
-            f"{spec.ep} --strategy none without --tp, or --ep-plan transformers"
-        )
+    if spec.ep_plan == "alltoall":
+        _check_own_batches(spec)
     if spec.routing_balance * spec.ep < 1:
         raise LlmemError(
             f"--routing-balance {spec.routing_balance:g} sends the busiest of {spec.ep} ranks more "
             f"tokens than there are; give at least {1 / spec.ep:g}"
+        )
+
+
+def _check_own_batches(spec: RunSpec) -> None:
+    if spec.tp > 1:
+        raise LlmemError(
+            "--ep-plan alltoall with --tp is not supported; leave --tp out, or use --ep-plan transformers"
+        )
+    if spec.strategy == "fsdp2" and spec.shard_ranks % spec.ep:
+        raise LlmemError(
+            f"--ep {spec.ep} does not divide the {spec.shard_ranks} ranks that share a copy of the model; "
+            "use a divisor"
         )
 
 
@@ -65,8 +75,10 @@ def shard_experts(model: Any, spec: RunSpec, notes: list[str]) -> None:
 
     Raises LlmemError for models without experts, or whose experts ``spec.ep`` does not divide.
     """
+    model = getattr(model, "get_base_model", lambda: model)()  # peft's, changed in place
     if hasattr(model, "_expand_parallel_plan") and not getattr(model, "ep_plan", None):
         raise LlmemError(f"transformers has no ep_plan for {type(model).__name__}; leave --ep out")
+    _check_adapters(model)
     try:
         from transformers.distributed.expert_parallel import (
             EPImplementationInterface,
@@ -77,6 +89,9 @@ def shard_experts(model: Any, spec: RunSpec, notes: list[str]) -> None:
         EPImplementationInterface.register(_NAME, partial(_assumed_routing(), spec.routing_balance))
         experts, batches = _meshes(spec)
         apply_expert_parallelism(model, experts, batches, plan, ep_implementation=_NAME)
+        _remember_replicas(model, experts)
+        if spec.strategy == "ddp" and spec.tp == 1:
+            _as_plain_tensors(model)
     except (ImportError, AttributeError) as error:
         raise LlmemError(
             "--ep needs transformers 5.24 or later, whose ep_plan exchanges tokens; "
@@ -89,10 +104,69 @@ def shard_experts(model: Any, spec: RunSpec, notes: list[str]) -> None:
     notes += _said(model, spec)
 
 
+def _check_adapters(model: torch.nn.Module) -> None:
+    """transformers' plan looks for the experts' weights where peft's wrapper of a parameter lies."""
+    wrapped = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
+    if wrapped:
+        raise LlmemError(
+            f"--ep with adapters on parameters of experts ({wrapped[0]}) is not supported: transformers' "
+            "ep_plan does not know them; leave target_parameters out"
+        )
+
+
+def split_experts(model: torch.nn.Module) -> list[str]:
+    """Names of the modules of experts that ``shard_experts`` split."""
+    return [name for name, module in model.named_modules() if _is_split(module)]
+
+
+def _is_split(module: torch.nn.Module) -> bool:
+    """transformers' own mark, of ``MoEParamShard``."""
+    return getattr(module, "_is_expert_parallel", False) is True
+
+
+def _remember_replicas(model: torch.nn.Module, experts: Any) -> None:
+    for module in filter(_is_split, model.modules()):
+        module._llmem_expert_mesh = experts._get_root_mesh()
+
+
+def replicas_of_experts(model: torch.nn.Module) -> Any:
+    """The mesh of the ranks that hold the same experts as this one ("efsdp" in transformers).
+
+    With a first dimension where the model has copies (HSDP).
+    """
+    root: Any = next(filter(_is_split, model.modules()))._llmem_expert_mesh
+    return root["copy", "replica"] if root["copy"].size() > 1 else root["replica"]
+
+
+def _as_plain_tensors(model: torch.nn.Module) -> None:
+    """DistributedDataParallel takes no DTensors: the experts of a rank become tensors of their own."""
+    for module in filter(_is_split, model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole: Any = parameter
+            part = torch.nn.Parameter(whole.to_local().detach(), requires_grad=whole.requires_grad)
+            module.register_parameter(name, part)
+
+
+def cast_inputs_of_experts(model: torch.nn.Module, dtype: str) -> None:
+    """Act out ``MixedPrecisionPolicy(cast_forward_inputs=True)`` of the experts' own FSDP2 unit.
+
+    Routing weights in fp32, as Mixtral's router gives them, reach the experts in ``dtype``.
+    """
+    wanted = getattr(torch, dtype)
+
+    def cast(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(x.to(wanted) if x.is_floating_point() else x for x in inputs)
+
+    for module in filter(_is_split, model.modules()):
+        module.register_forward_pre_hook(cast)
+
+
 def _said(model: Any, spec: RunSpec) -> list[str]:
-    whose = "the same batch on every rank" if spec.ep_plan == "transformers" else (
-        "a batch of its own on every rank; gradients of what is no expert are reduced in place"
-    )  # fmt: skip
+    whose = "the same batch on every rank"
+    if spec.ep_plan == "alltoall":
+        whose = "a batch of its own on every rank"
+        if spec.strategy == "none":
+            whose += "; gradients of what is no expert are reduced in place"
     even = "as many tokens as any other" if spec.routing_balance == 1 else (
         f"{1 / spec.routing_balance:.3g} times the tokens of an average rank"
     )  # fmt: skip
@@ -106,16 +180,15 @@ def _said(model: Any, spec: RunSpec) -> list[str]:
 def _meshes(spec: RunSpec) -> tuple[Any, Any]:
     """The mesh of the ranks that share a set of experts, and that of those that share a batch."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = (dist.get_world_size() // spec.ep, spec.ep)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    with torch.profiler.record_function("host:device mesh"):
-        experts = init_device_mesh(device, sizes, mesh_dim_names=("replica", "ep"))
-        if spec.ep_plan == "transformers":
-            return experts["ep"], experts["ep"]
-        alone = init_device_mesh(device, (sizes[0] * sizes[1], 1), mesh_dim_names=("fsdp", "tp"))
-        return experts["ep"], alone["tp"]
+    world = dist.get_world_size()
+    hybrid = spec.strategy == "fsdp2" and spec.ep_plan == "alltoall"
+    copies = max(1, world // spec.shard_ranks) if hybrid else 1
+    sizes = (copies, world // copies // spec.ep, spec.ep)
+    experts = make_mesh(sizes, ("copy", "replica", "ep"))["ep"]
+    if spec.ep_plan == "transformers":
+        return experts, experts
+    return experts, make_mesh((world, 1), ("fsdp", "tp"))["tp"]
 
 
 # -- routing ---------------------------------------------------------------------------------------

@@ -11,45 +11,40 @@ output of all shards, and DTensor's ``cat`` or padding around it.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.library import Library
 
 from llmem.errors import LlmemError
 from llmem.installed import installed
 from llmem.spec import RunSpec
 from llmem.trace.split import tp_colossal, tp_megatron, tp_plans
+from llmem.trace.split.process_group import MeshOf
 
 # -- the model -------------------------------------------------------------------------------------
 
 
-def shard(model: torch.nn.Module, spec: RunSpec, notes: list[str]) -> None:
-    """Give every parameter of ``model`` its part of ``spec.tp`` ranks, in the current process group.
+def shard(model: torch.nn.Module, spec: RunSpec, notes: list[str], mesh: MeshOf) -> None:
+    """Give every parameter of ``model`` its part of ``spec.tp`` ranks of ``mesh`` (``rank_mesh``).
 
-    The group has ``spec.tp`` ranks, or a multiple: then neighbours share a replica. Raises
-    LlmemError if ``spec.tp_plan`` does not know the model, or cannot be carried out.
+    Raises LlmemError if ``spec.tp_plan`` does not know the model, or cannot be carried out.
     """
     if spec.method != "full":
         raise LlmemError(
             f"--tp with --method {spec.method} is not supported yet; use --method full"
         )
     if spec.tp_plan == "torchtitan":
-        said = tp_plans.parallelize(model, spec, lambda: _mesh(spec.tp))
+        said = tp_plans.parallelize(model, spec, lambda: mesh()["tp"])
         _own_memory(model)
     elif spec.tp_plan == "colossal":
-        said = tp_colossal.parallelize(model, spec, lambda: _mesh(spec.tp))
+        said = tp_colossal.parallelize(model, spec, lambda: mesh()["tp"])
     elif spec.tp_plan == "megatron":
-        said = tp_megatron.parallelize(model, spec, lambda: _mesh(spec.tp))
+        said = tp_megatron.parallelize(model, spec, lambda: mesh()["tp"])
     else:
         plan = _plan(model, spec)
         _untie(model)
-        apply_plan(model, plan, spec.tp)
+        apply_plan(model, plan, mesh()["tp"])
         styles = sorted(set(plan.values()))
         said = (
             f"tensor parallelism: transformers' tp_plan of {type(model).__name__} on {spec.tp} "
@@ -93,7 +88,7 @@ def _plan(model: torch.nn.Module, spec: RunSpec) -> dict[str, str]:
         ) from None
 
 
-def apply_plan(model: torch.nn.Module, plan: dict[str, str], degree: int) -> None:
+def apply_plan(model: torch.nn.Module, plan: dict[str, str], mesh: Any) -> None:
     """Shard the parameters that ``plan`` names and hook its modules (transformers' styles).
 
     The name of a parameter shards it, the name of its module hooks that; both are needed.
@@ -101,7 +96,7 @@ def apply_plan(model: torch.nn.Module, plan: dict[str, str], degree: int) -> Non
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     try:
-        apply_tensor_parallelism(model, _mesh(degree), plan)
+        apply_tensor_parallelism(model, mesh, plan)
     except (ValueError, RuntimeError) as error:
         raise LlmemError(
             f"transformers cannot shard {type(model).__name__}: {str(error).splitlines()[0]}"
@@ -119,20 +114,8 @@ def _own_memory(model: torch.nn.Module) -> None:
             parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
 
 
-def _mesh(degree: int) -> Any:
-    """The mesh of this rank's tensor-parallel group; replicas come first, as accelerate has them."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    sizes = (dist.get_world_size() // degree, degree)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    # Kept in host memory, which `llmem measure` tells by the range's name.
-    with torch.profiler.record_function("host:device mesh"):
-        return init_device_mesh(device, sizes, mesh_dim_names=("replica", "tp"))["tp"]
-
-
 def mesh_of(model: torch.nn.Module) -> Any:
-    """The mesh of all ranks, dimensions ``replica`` and ``tp``, that ``shard`` used."""
+    """The mesh of all ranks (``rank_mesh``) of which ``shard`` used a part."""
     meshes = (getattr(p, "device_mesh", None) for p in model.parameters())
     return next(mesh for mesh in meshes if mesh is not None)._get_root_mesh()
 
@@ -184,112 +167,3 @@ def clip_by_mesh(
     total = torch.linalg.vector_norm(torch.stack(norms))
     for group, multi in zip(groups, choice, strict=True):
         clip_grads_with_norm_(group, max_norm, total, foreach=multi)
-
-
-# -- one rank on meta ------------------------------------------------------------------------------
-
-
-@contextmanager
-def rank_of(degree: int, rank: int) -> Iterator[None]:
-    """This process is ``rank`` of ``degree``, in a group whose collectives move nothing.
-
-    Raises LlmemError if the process is already part of a group.
-    """
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not dist.is_available():
-        raise LlmemError("this torch has no torch.distributed, which --tp needs; install another")
-    if dist.is_initialized():
-        raise LlmemError(
-            "a rank of --tp cannot be traced inside a process group; trace in a process of its own"
-        )
-    with ExitStack() as stack:
-        # init_process_group puts the rank's number before every uncaught error.
-        stack.callback(setattr, sys, "excepthook", sys.excepthook)
-        dist.init_process_group("fake", rank=rank, world_size=degree, store=FakeStore())
-        stack.callback(dist.destroy_process_group)
-        _forget_shapes()
-        stack.callback(_forget_shapes)
-        _collectives_on_meta(stack)
-        _propagation_unseen(stack)
-        yield
-
-
-def _forget_shapes() -> None:
-    """DTensor keeps what it has worked out about ops, local shapes of this rank included."""
-    from torch.distributed.tensor import debug
-
-    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
-        clear = getattr(debug, name, None)
-        if clear is not None:
-            clear()
-    native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if native is not None:
-        native()
-
-
-def _collectives_on_meta(stack: ExitStack) -> None:
-    """Waiting for a collective returns its tensor; torch's meta kernels would make another one."""
-    from torch.distributed import _functional_collectives as functional
-
-    kernels: dict[str, Callable[[Any], Any]] = {
-        "wait_tensor": lambda tensor: tensor,
-        "_wrap_tensor_autograd": functional.AsyncCollectiveTensor,
-    }
-    library = Library("_c10d_functional", "IMPL")
-    stack.callback(library._destroy)
-    namespace = torch.ops._c10d_functional
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about kernels that are replaced on purpose
-        for name, kernel in kernels.items():
-            if hasattr(namespace, name):
-                library.m.impl(name, "Meta", kernel)  # type: ignore[union-attr]
-
-
-def _propagation_unseen(stack: ExitStack) -> None:
-    """What DTensor and transformers compute on fake or meta tensors is not memory of the rank.
-
-    Sharding propagation runs each new op once on fake tensors; transformers makes a meta tensor to
-    read its strides.
-    """
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
-        _replace(stack, ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
-    try:
-        from transformers.distributed.tensor_parallel import TensorParallelLayer
-    except ImportError:  # before 5.24, whose plan is refused; the other plans need none of it
-        return
-    _replace(
-        stack, TensorParallelLayer, "_from_local_last_dim_shard", staticmethod(_last_dim_shard)
-    )
-
-
-def _unseen(function: Any) -> Any:
-    """``function`` with no recorder watching."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _last_dim_shard(local: torch.Tensor, mesh: Any, size: int) -> Any:
-    """``TensorParallelLayer._from_local_last_dim_shard`` with the strides worked out."""
-    from torch._prims_common import make_contiguous_strides_for
-    from torch.distributed.tensor import DTensor, Shard
-
-    shape = torch.Size((*local.shape[:-1], size))
-    stride = make_contiguous_strides_for(shape)
-    return DTensor.from_local(
-        local, mesh, [Shard(-1)], run_check=False, shape=shape, stride=tuple(stride)
-    )
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    before = owner.__dict__[name]
-    setattr(owner, name, value)
-    stack.callback(setattr, owner, name, before)

@@ -50,8 +50,6 @@ def check_tp_plan(spec: RunSpec) -> None:
         whose = "transformers' tp_plan" if spec.tp_plan == "transformers" else "Colossal-AI's plan"
         raise LlmemError(f"{whose} {why}; add --tp-plan torchtitan to {asked}")
     check_colossal(spec)
-    if spec.loss_parallel and spec.pp > 1:
-        raise LlmemError("--loss-parallel with --pp is not supported yet; leave one of them out")
     if spec.loss_parallel and (spec.loss != "full" or spec.liger):
         raise LlmemError(
             "--loss-parallel splits torch's cross-entropy of all tokens; use --loss full "
@@ -195,10 +193,12 @@ def _full_positions(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positions of the whole sequence, and no mask (torchtitan's ``HFTransformerModel.forward``).
 
-    The model would count them, and size a mask, by its local part of the embeddings.
+    The model would count them, and size a mask, by its local part of the embeddings. Positions that
+    come with the batch stay (context parallelism's, which are not 0, 1, 2).
     """
     ids = kwargs["input_ids"]
-    kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     kwargs.pop("attention_mask", None)
     return args, kwargs
 

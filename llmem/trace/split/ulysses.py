@@ -19,15 +19,18 @@ import torch.distributed as dist
 from llmem.errors import LlmemError
 
 
-def check_heads(config: Any, degree: int) -> None:
-    """Raises LlmemError if ``degree`` ranks cannot share the attention heads of ``config``."""
-    heads = int(config.num_attention_heads)
+def check_heads(config: Any, degree: int, tp: int = 1) -> None:
+    """Raises LlmemError if ``degree`` ranks cannot share the attention heads of ``config``.
+
+    Those of one of ``tp`` tensor-parallel ranks, each of which has as many.
+    """
+    heads = int(config.num_attention_heads) // tp
     if heads % degree:
         raise LlmemError(
             f"--cp-comm ulysses cannot split {heads} attention heads over {degree} ranks; choose a "
             "--cp that divides them, or --cp-comm allgather"
         )
-    shared = int(getattr(config, "num_key_value_heads", None) or heads)
+    shared = int(getattr(config, "num_key_value_heads", None) or heads * tp) // tp
     if shared % degree and degree % shared:
         raise LlmemError(
             f"--cp-comm ulysses cannot split {shared} key-value heads over {degree} ranks, nor "
