@@ -5,7 +5,6 @@ Everything heavy is imported inside the commands, so that ``--help`` answers at 
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 from pathlib import Path
@@ -16,29 +15,14 @@ import click
 from llmem import __version__
 from llmem.errors import LlmemError
 from llmem.options import run_options, spec_fields, split_names
+from llmem.usage import SentenceGroup
 
 json_option = click.option(
     "--json", "json_out", metavar="PATH|-", help="Write JSON; '-' prints it and nothing else."
 )
 
 
-class _Group(click.Group):
-    """Turns LlmemError into one line on standard error and exit code 2."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except LlmemError as error:
-            click.echo(f"llmem: {error}", err=True)
-            ctx.exit(2)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            click.echo("llmem: no space is left where the output goes; choose another place", err=True)
-            ctx.exit(2)
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("llmem", cls=SentenceGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="llmem")
 def main() -> None:
     """How much memory every GPU of an LLM fine-tuning run will use, before it is started."""
@@ -256,7 +240,12 @@ def validate(
     RECORD is what `llmem measure` wrote, or a CSV whose columns are known (see
     llmem.measure.published.files): then errors by source and metric, and the rows left out with why.
     """
-    if any(path.suffix == ".csv" for path in records):
+    published = any(path.suffix == ".csv" for path in records)
+    if boundaries and published:
+        raise LlmemError("--boundaries is of records that were measured on a CPU; leave it out for a CSV")
+    if baselines is not None and not published:
+        raise LlmemError("--baselines is of CSV files; for one run use `llmem compare --baselines`")
+    if published:
         _validate_published(records, baselines, json_out)
         return
     from llmem.progress import working

@@ -61,7 +61,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether the worst rank fits its GPU, and how.
+    """Whether every rank fits its GPU, and how.
 
     ``device`` is what nvidia-smi then shows: with little room the allocator gives cached blocks
     back, so it can be less than the peak without a limit.
@@ -99,6 +99,7 @@ class Estimate:
         return {
             "schema": SCHEMA,
             "peak": worst.peak.to_json(),
+            "worst_rank": worst.rank,
             "ranks": [
                 {
                     "rank": number,
@@ -150,7 +151,7 @@ def estimate_trace(trace: Trace, spec: RunSpec) -> Estimate:
     outside = outside_allocator(device, spec)
     ranks = [_measure(table, trace, device, conf, sum(outside.values())) for table in tables]
     worst = max(ranks, key=lambda rank: rank.peak.device)
-    fit = _fit(worst, device, conf, outside) if spec.gpu and device.capacity else None
+    fit = _fit(ranks, device, conf, outside) if spec.gpu and device.capacity else None
     return Estimate(
         spec=spec,
         ranks=ranks,
@@ -225,20 +226,32 @@ def _communicators(spec: RunSpec) -> list[int]:
 
 
 def _fit(
-    worst: Rank, device: DeviceProfile, conf: AllocConf, outside: dict[str, int]
+    ranks: list[Rank], device: DeviceProfile, conf: AllocConf, outside: dict[str, int]
+) -> Fit:
+    """That of a rank that does not fit, else of the one that uses most.
+
+    All are asked: with little room it is not always the highest peak without a limit that fails.
+    """
+    fits = [_fit_of(rank, len(ranks) > 1, device, conf, outside) for rank in ranks]
+    return min(fits, key=lambda fit: (fit.fits, -fit.device))
+
+
+def _fit_of(
+    rank: Rank, named: bool, device: DeviceProfile, conf: AllocConf, outside: dict[str, int]
 ) -> Fit:
     capacity = device.capacity
     room = capacity - sum(outside.values())
-    emptied = worst.table.trace.cache_emptied
-    table, held = worst.table.lifetimes, worst.table.held
+    emptied = rank.table.trace.cache_emptied
+    table, held = rank.table.lifetimes, rank.table.held
     timeline = replay(table, conf=conf, capacity=room, cache_emptied=emptied, held=held)
     gib = 2**30
     if timeline.oom is not None:
-        at = locate(timeline, worst.table.trace, timeline.oom.event)
+        at = locate(timeline, rank.table.trace, timeline.oom.event)
+        where = f" on rank {rank.rank}" if named else ""
         return Fit(
             False,
             capacity,
-            f"out of memory on {device.name} ({capacity / gib:.2f} GiB): {at.op or 'a load'} "
+            f"out of memory on {device.name} ({capacity / gib:.2f} GiB){where}: {at.op or 'a load'} "
             f"in {at.phase}{f' of {at.module}' if at.module else ''} asks for "
             f"{timeline.oom.requested / 2**20:,.1f} MiB",
             int(timeline.reserved.max()) + sum(outside.values()),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmem.estimate import Rank
-from llmem.lifetimes import BREAKDOWN, Phase, Trace
+from llmem.lifetimes import BREAKDOWN, NEVER, Phase, Trace
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -53,15 +53,32 @@ def _held(rank: Rank, trace: Trace, graph: nx.DiGraph, row: int) -> Held:
     key, module = int(table.key[row]), trace.modules[int(table.module[row])]
     if 0 <= key < len(trace.parameters):
         module = trace.parameters[key].name
-    freed_by = int(table.death_op[row])
     return Held(
         nbytes=int(rank.timeline.block_bytes[row]),
         kind=kind,
         made_by=trace.op_name(int(table.birth_op[row])) or "before the step",
         module=module,
-        waits_for=_op(trace, readers[0]) if readers else "nothing traced",
-        freed_by=_op(trace, freed_by) if freed_by >= 0 else "never",
+        waits_for=_op(trace, readers[0]) if readers else _unread(trace),
+        freed_by=_freed_by(trace, int(table.death_op[row]), int(table.death[row])),
     )
+
+
+def _unread(trace: Trace) -> str:
+    """Why no reader is named: a pipeline's repeated micro-batches do not say who reads what."""
+    return "nothing traced" if len(trace.touch_op) else "not known"
+
+
+def _freed_by(trace: Trace, op: int, tick: int) -> str:
+    """The op that let go of it, or the last one before Python, autograd or an engine did."""
+    if op >= 0:
+        return _op(trace, op)
+    if tick == NEVER:
+        return "not in these steps"
+    phase, _ = trace.phase_at(tick)
+    before = trace.op_at(tick)
+    if before < 0 or int(trace.ops.phase[before]) != phase:
+        return phase.label
+    return f"what follows {_op(trace, before)}"
 
 
 def _op(trace: Trace, op: int) -> str:

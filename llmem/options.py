@@ -269,6 +269,7 @@ def spec_fields(
     strategies that will be tried where none is given. Raises LlmemError for an option that would
     change nothing.
     """
+    from llmem.gpu.devices import get_device
     from llmem.interop.config_files import read_configs
     from llmem.spec import RunSpec, make_spec
     from llmem.unused import refuse_unused
@@ -292,6 +293,8 @@ def spec_fields(
         fields["reshard_after_forward"] = words.get(reshard.lower(), reshard)
     from_files, notes = read_configs(options.pop("config", ()))
     found = {"model": model, **from_files, **fields, "notes": notes}
+    if "gpu" in found:
+        get_device(found["gpu"])  # says which names are near
     if trying:
         found.setdefault("strategy", "fsdp2")  # which makes no sense of the fewest other options
     refuse_unused(make_spec(**found), fields, trying)

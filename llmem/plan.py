@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmem._callable import make_callable
-from llmem.baselines.algorithm1 import largest_batch
 from llmem.errors import LlmemError
-from llmem.estimate import Estimate, estimate_trace
+from llmem.estimate import Estimate, estimate_trace, outside_allocator
 from llmem.gpu.alloc_conf import AllocConf
 from llmem.gpu.devices import get_device
+from llmem.largest import LEAST, MOST, largest_batch
 from llmem.lifetimes import Trace
-from llmem.parallel import ENGINES, compute_dtype, is_modelled
+from llmem.parallel import ENGINES, RankTable, compute_dtype, is_modelled, ranks_of
 from llmem.scaling import Scaled, scaled
 from llmem.spec import RunSpec
-from llmem.trace.run import trace_spec
+from llmem.timeline import replay
+from llmem.trace.run import DEFAULT_GPU, trace_spec
 
 ORDER = ("none", "ddp", "zero1", "zero2", "fsdp2", "fsdp", "zero3", "gemini")
 """From the least communication per step to the most (ZeRO-3 moves 1.5 times what DDP moves)."""
@@ -25,14 +26,28 @@ COSTS = (*ORDER, "megatron")
 """The same, and Megatron-LM's data parallelism, which is planned only where it is named."""
 
 
+MAX_TOKENS = 1 << 20
+"""Per GPU and step; no larger batch is tried. A toy model on a large card has no use for more."""
+
+MEANING = (
+    f"largest batch: it fits, and so do those below it (an eighth of it, {LEAST} to {MOST}, tried one by one)"
+)
+
+
 @dataclass(frozen=True)
 class Option:
-    """One strategy: its largest batch per GPU (0: none fits) and what it uses there."""
+    """One strategy: its largest batch per GPU (0: none fits) and what it uses there.
+
+    Smaller batches fit as well (see `llmem.largest`). ``fits_beyond``: larger ones that do, with one
+    between that does not. ``limited``: larger ones were not tried.
+    """
 
     strategy: str
     batch: int
     device_bytes: int | None
     sentence: str
+    fits_beyond: tuple[int, ...] = ()
+    limited: bool = False
     assumptions: list[str] = field(default_factory=list, repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +74,7 @@ class Plan:
     def assumptions(self) -> list[str]:
         """Those of the pick, else of the first option that was tried to its end."""
         tried = [self.pick] if self.pick else [o for o in self.options if o.assumptions]
-        return tried[0].assumptions if tried else []
+        return [MEANING, *tried[0].assumptions] if tried else []
 
 
 def plan(
@@ -67,6 +82,7 @@ def plan(
 ) -> Plan:
     """The largest batch per GPU of each strategy on ``spec.gpus`` GPUs of kind ``spec.gpu``.
 
+    It fits, and so do smaller ones: what fits need not be monotone in the batch (see `llmem.largest`).
     The pick processes most sequences per step; at a tie, the strategy that communicates less.
     Traces at two batch sizes serve a whole strategy; the batch that is reported is traced again.
     A strategy that refuses the run has batch 0 and its reason. Raises LlmemError without a GPU, for
@@ -139,25 +155,73 @@ def _unit(spec: RunSpec) -> int:
 
 
 def _option(spec: RunSpec, source: Source, max_batch: int) -> Option:
-    def at(batch: int, trace: Callable[[int], Trace]) -> Estimate:
-        chosen = spec.model_copy(update={"per_device_train_batch_size": batch})
-        return estimate_trace(trace(batch), chosen)
-
-    def fits(batch: int) -> bool:
-        if batch > max_batch:
-            return False
-        found = at(batch, source.at)
-        return found.fit is not None and found.fit.fits
-
     unit = _unit(spec)
-    batch = unit * largest_batch(lambda units: fits(unit * units))
-    final = at(max(batch, unit), source.real)
+    limit = max(1, min(max_batch, MAX_TOKENS // spec.seq_length) // unit)
+    room = _Room(spec, source)
+    found = largest_batch(
+        lambda units: room.fits(unit * units), limit=limit, start=room.guess(unit, limit)
+    )
+    batch = unit * found.batch
+    final = _estimate(spec, source, max(batch, unit))
     while batch and final.fit is not None and not final.fit.fits:
         batch -= unit  # the lines said yes, the step itself says no
-        final = at(max(batch, unit), source.real)
+        final = _estimate(spec, source, max(batch, unit))
     assert final.fit is not None
     used = final.fit.device if batch else None
-    return Option(spec.strategy, batch, used, final.fit.sentence, final.assumptions)
+    limited = found.limited and batch == unit * found.batch
+    beyond = tuple(unit * units for units in found.beyond)
+    sentence = final.fit.sentence + _beyond(beyond) * bool(batch) + _limit(batch, spec) * limited
+    return Option(spec.strategy, batch, used, sentence, beyond, limited, final.assumptions)
+
+
+def _beyond(batches: tuple[int, ...]) -> str:
+    if not batches:
+        return ""
+    named = ", ".join(map(str, batches))
+    return f"; {named} would fit too, but not every batch below"
+
+
+def _limit(batch: int, spec: RunSpec) -> str:
+    return f"; no more than {batch} ({batch * spec.seq_length:,} tokens per GPU) were tried"
+
+
+def _estimate(spec: RunSpec, source: Source, batch: int) -> Estimate:
+    chosen = spec.model_copy(update={"per_device_train_batch_size": batch})
+    return estimate_trace(source.real(batch), chosen)
+
+
+class _Room:
+    """Whether all ranks of ``spec`` fit their card at a batch size, as cheaply as it can be said."""
+
+    def __init__(self, spec: RunSpec, source: Source) -> None:
+        self._spec, self._source = spec, source
+        device = get_device(spec.gpu or DEFAULT_GPU)
+        self._conf = AllocConf.parse(spec.alloc_conf)
+        self._bytes = device.capacity - sum(outside_allocator(device, spec).values())
+
+    def _tables(self, batch: int) -> list[RankTable]:
+        chosen = self._spec.model_copy(update={"per_device_train_batch_size": batch})
+        return ranks_of(self._source.at(batch), chosen)
+
+    def fits(self, batch: int) -> bool:
+        """Whether no rank runs out of memory: one replay for each, and nothing else."""
+        return all(
+            replay(
+                table.lifetimes, conf=self._conf, capacity=self._bytes,
+                cache_emptied=table.trace.cache_emptied, held=table.held,
+            ).oom is None
+            for table in self._tables(batch)
+        )  # fmt: skip
+
+    def guess(self, unit: int, limit: int) -> int:
+        """Units of the batch at which the line through the live bytes of two batches fills the card."""
+        few, more = (
+            max(int(replay(table.lifetimes, exact=True).allocated.max()) for table in self._tables(n * unit))
+            for n in (2, 4)
+        )
+        if more <= few:
+            return 1
+        return min(max(1, 2 + 2 * (self._bytes - few) // (more - few)), limit)
 
 
 make_callable(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmem.baselines.algorithm1 import CPU_OFFLOAD, METHODS, Decision, algorithm1
+from llmem.baselines.algorithm1 import CPU_OFFLOAD, MAX_BATCH, METHODS, Decision, algorithm1
 from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile, get_device
 from llmem.spec import RunSpec
@@ -110,9 +110,11 @@ def _by_trace(spec: RunSpec, device: DeviceProfile) -> LlmemPlan:
     ]  # fmt: skip
     offload = None
     if decision.pick == CPU_OFFLOAD:
-        from llmem.baselines.algorithm1 import largest_batch
+        from llmem.largest import largest_batch
 
-        batch = largest_batch(lambda b: search.peak(CPU_OFFLOAD, b) <= device.capacity)
+        batch = largest_batch(
+            lambda b: search.peak(CPU_OFFLOAD, b) <= device.capacity, limit=MAX_BATCH
+        ).batch
         used = search.peak(CPU_OFFLOAD, batch) if batch else None
         offload = MethodPlan(
             CPU_OFFLOAD, batch, float(batch * spec.gpus), used, search.reasons.get(CPU_OFFLOAD)

@@ -71,6 +71,7 @@ RULES = (
         "FSDP1, ZeRO-3, and before torch 2.8 of collectives, whose tensors are freed in a step",
         "use --strategy fsdp or zero3, or add --as-torch 2.7 to tensor parallelism",
     ),
+    _Rule(("compile_scope",), lambda spec: spec.compile, "torch.compile", "add --compile"),
     _Rule(("packed_documents",), lambda spec: spec.packed, "packed batches", "add --packed"),
     _Rule(
         ("max_new_tokens", "num_beams", "cache_implementation"),

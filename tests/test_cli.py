@@ -63,6 +63,27 @@ def test_report_names_every_level_and_assumption(config: str) -> None:
         assert word in out
 
 
+def test_report_says_whose_figures_it_shows(config: str) -> None:
+    alone = ["estimate", config, "-b", "2", "-s", "8"]
+    assert "rank" not in run(*alone)[1]
+    _, out, _ = run(*alone, "--strategy", "ddp", "--gpus", "8")
+    assert out.splitlines()[1].endswith("rank 0 of 8 (all alike)")
+    _, out, _ = run(*alone, "--pp", "2", "--gpus", "2", "--micro-batches", "2", "--json", "-")
+    document = json.loads(out)
+    levels = {rank["rank"]: rank["peak"]["device"] for rank in document["ranks"]}
+    assert document["worst_rank"] == max(levels, key=levels.__getitem__)
+    _, out, _ = run(*alone, "--pp", "2", "--gpus", "2", "--micro-batches", "2")
+    assert out.splitlines()[1].endswith(f"worst rank {document['worst_rank']} of 2")
+
+
+def test_clipping_by_default_is_among_the_assumptions(config: str) -> None:
+    _, out, _ = run("estimate", config, "-b", "1", "-s", "8", "--json", "-")
+    note = "gradients: clipped to norm 1 (TrainingArguments' default; --max-grad-norm 0 turns it off)"
+    assert json.loads(out)["assumptions"].count(note) == 1
+    _, out, _ = run("estimate", config, "-b", "1", "-s", "8", "--max-grad-norm", "0", "--json", "-")
+    assert "clipped" not in out
+
+
 def test_too_small_a_gpu_says_which_request_fails() -> None:
     code, out, _ = run("estimate", "gpt2", "-b", "256", "-s", "1024", "--gpu", "t4", "--json", "-")
     assert code == 0
@@ -83,6 +104,26 @@ def test_too_small_a_gpu_says_which_request_fails() -> None:
         (["estimate", "gpt2", "--gpus", "8"], "--strategy"),
         (["estimate", "gpt2", "--alloc-conf", "expandable:True"], "expandable"),
         (["estimate", "gpt2", "--method", "lora", "--lora-target-modules", "nothing"], "peft"),
+        (["estimate"], "missing argument 'MODEL'; see `llmem estimate --help`"),
+        (["estimate", "gpt2", "--optimizer", "x"], "see `llmem estimate --help`"),
+        (["estimate", "gpt2", "--gradient-checkpoint"], "(did you mean --gradient-checkpointing?)"),
+        (["estimate", "gpt2", "-b", "two"], "'two' is not a valid integer"),
+        (["estimate", "gpt2", "-b"], "option '-b' requires an argument; see `llmem estimate --help`"),
+        (["estimate", "gpt2", "--gpu", ""], "--gpu is empty"),
+        (["estimat", "gpt2"], "see `llmem --help`"),
+        (["--verbos", "gpus"], "no such option"),
+        (["plan", "gpt2", "--strategies", "ddp"], "--gpu NAME"),
+        (["plan", "gpt2", "--gpu", "t4", "--strategies", "zero4"], "zero4"),
+        (["compare", "gpt2", "--gpu", "h10"], "h100"),
+        (["measure", "gpt2", "--gpu", "h10"], "h100"),
+        (["measure", "gpt2", "--fake-world", "2", "--strategy", "ddp"], "--gpus"),
+        (["replay", "nowhere.csv"], "does not exist"),
+        (["validate"], "missing argument"),
+        (["validate", "nowhere.json"], "No such file"),
+        (["validate", "nowhere.csv", "--boundaries"], "--boundaries"),
+        (["validate", "nowhere.json", "--baselines", "dnnmem"], "llmem compare"),
+        (["models", "gpt2"], "unexpected extra argument"),
+        (["gpus", "--json"], "requires an argument"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(args: list[str], said: str) -> None:
@@ -113,6 +154,22 @@ def test_page_escapes_what_comes_from_a_config(tmp_path: Path) -> None:
     text = page.read_text()
     assert "<script>alert(1)" not in text
     assert "At the peak" in text
+
+
+def test_page_of_a_pipeline_has_its_ranks_and_what_frees(config: str, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "page.html"
+    code, out, err = run(
+        "estimate", config, "-b", "2", "-s", "8", "--pp", "2", "--gpus", "2", "--micro-batches", "2",
+        "--html", str(page), "--explain", "--json", "-",
+    )  # fmt: skip
+    assert code == 0, err
+    text = page.read_text()
+    worst = json.loads(out)["worst_rank"]
+    assert f"figures of <b>worst rank {worst} of 2</b>" in text
+    assert "<h2>Ranks</h2>" in text
+    freed = {held["freed_by"] for held in json.loads(out)["explain"] if held["kind"] == "activations"}
+    assert "not in these steps" not in freed  # a pipeline's activations die in its backward
 
 
 def test_snapshot_is_read_by_our_own_replay(config: str, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +14,12 @@ from click.testing import CliRunner
 import llmem
 from llmem.cli import main
 from llmem.errors import LlmemError
+from llmem.gpu.alloc_conf import AllocConf
+from llmem.lifetimes import Lifetimes
 from llmem.scaling import scaled
 from llmem.spec import make_spec
 from llmem.trace.run import trace_spec
-from tests.test_cli import TINY
+from tests.conftest import TINY
 
 
 def trace_at(batch: int):  # type: ignore[no-untyped-def]
@@ -58,6 +63,48 @@ def test_the_pick_has_the_largest_batch() -> None:
     assert by_name["fsdp2"] >= by_name["ddp"] > 0
     assert result.pick is not None
     assert result.pick.batch == max(by_name.values())
+
+
+def test_every_rank_must_fit_not_only_that_of_the_highest_peak() -> None:
+    module = import_module("llmem.estimate")
+    result = llmem.estimate(make_spec(model=TINY, per_device_train_batch_size=1, seq_length=8, gpu="t4"))
+    gib = 2**30
+
+    def rank(number: int, *rows: dict[str, int]) -> Any:
+        table = replace(result.worst.table, lifetimes=Lifetimes.build(rows))
+        return replace(result.worst, rank=number, table=table)
+
+    # Of a T4's 14.56 GiB: 9 freed before 10 are asked for (19 reserved without a limit), and 15 at once.
+    first = rank(0, {"nbytes": 9 * gib, "birth": 0, "death": 1}, {"nbytes": 10 * gib, "birth": 2})
+    second = rank(1, {"nbytes": 15 * gib, "birth": 0})
+    alone = module._fit([first], result.device, AllocConf(), {})
+    assert (alone.fits, alone.retries, alone.device) == (True, 1, 10 * gib)
+    both = module._fit([first, second], result.device, AllocConf(), {})
+    assert not both.fits
+    assert "on rank 1: " in both.sentence
+
+
+def test_a_toy_on_a_large_card_ends_at_the_limit() -> None:
+    result = llmem.plan(make_spec(model=TINY, seq_length=32, gpu="t4"), max_batch=6)
+    option = result.options[0]
+    assert (option.batch, option.limited, option.fits_beyond) == (6, True, ())
+    assert "no more than 6 (192 tokens per GPU) were tried" in option.sentence
+    assert result.assumptions[0].startswith("largest batch: it fits, and so do those below it")
+
+
+def test_the_limit_is_one_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(import_module("llmem.plan")), "MAX_TOKENS", 100)
+    option = llmem.plan(make_spec(model=TINY, seq_length=32, gpu="t4")).options[0]
+    assert (option.batch, option.limited) == (3, True)
+
+
+def test_batches_share_one_trace_of_the_optimizer() -> None:
+    from llmem.parallel import sharded_step
+
+    sharded_step._known.cache_clear()
+    spec = make_spec(model=TINY, seq_length=32, gpus=2, strategy="fsdp2", gpu="t4")
+    llmem.plan(spec, strategies=["fsdp2"], max_batch=8)
+    assert sharded_step._known.cache_info().misses <= 2  # one for each kind of rank
 
 
 def test_plan_needs_a_gpu() -> None:

@@ -42,6 +42,7 @@ def test_rules_name_fields_of_a_run() -> None:
         (["--attn-implementation", "eager", "--sdpa-backend", "math"], "SDPA"),
         (["--gpu", "cpu", "--alloc-conf", "expandable_segments:True"], "CUDA allocator"),
         (["--packed-documents", "2"], "--packed"),
+        (["--compile-scope", "blocks"], "add --compile"),
         (["--num-beams", "2"], "--task generate"),
         (["--task", "generate", "--optim", "sgd"], "training"),
         (["--task", "generate", "--liger"], "training"),

@@ -1,8 +1,9 @@
 """A LLaMA written as torchtitan wrote it in 2024, for its published FSDP2 runs.
 
-After torchtitan/models/llama/model.py at 83c879f18 (March) and 9dc418a8b (July 2024), which agree
-in what memory is concerned: rotation in fp32 complex numbers, RMSNorm by its formula, keys and
-values repeated before attention, logits made fp32, blocks wrapped for checkpointing one by one.
+After torchtitan/models/llama/model.py at 83c879f18 (March), 9dc418a8b (July) and 9dec370 (December
+2024), which agree in what memory is concerned: rotation in fp32 complex numbers, RMSNorm by its formula,
+keys and values repeated before attention, blocks wrapped for checkpointing one by one. Logits are
+made fp32 at the end of the model, by December in the loss, whose caller has those in bf16 until it returns.
 """
 
 from __future__ import annotations
@@ -159,16 +160,20 @@ class Checkpointed(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model with its loss; ``mode`` is '', 'full' or 'selective' (activation checkpointing)."""
+    """The model with its loss; ``mode`` is '', 'full' or 'selective' (activation checkpointing).
 
-    def __init__(self, size: Size, length: int, mode: str) -> None:
+    ``december``: as of 9dec370, with logits made fp32 in the loss and no spare rotary frequencies.
+    """
+
+    def __init__(self, size: Size, length: int, mode: str, *, december: bool = False) -> None:
         super().__init__()
         self.config = SimpleNamespace(
             vocab_size=size.vocabulary, get_text_config=lambda: self.config
         )
         self._no_split_modules = ["Checkpointed" if mode else "TransformerBlock"]
         self.tok_embeddings = nn.Embedding(size.vocabulary, size.dim)
-        shape = (2 * length, size.dim // size.heads // 2)
+        self.december = december
+        shape = (length if december else 2 * length, size.dim // size.heads // 2)
         self.register_buffer("freqs_cis", torch.empty(shape, dtype=torch.complex64))
         blocks = (TransformerBlock(size) for _ in range(size.layers))
         self.layers = nn.ModuleList(Checkpointed(b, mode) if mode else b for b in blocks)
@@ -177,7 +182,7 @@ class Transformer(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
         logits = self.logits(input_ids)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1))
+        loss = loss_of(logits, labels)
         return SimpleNamespace(loss=loss, logits=logits)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -185,13 +190,20 @@ class Transformer(nn.Module):
         for layer in self.layers:
             h = layer(h, self.freqs_cis)
         h = self.norm(h)
-        return self.output(h).float()
+        made = self.output(h)
+        return made if self.december else made.float()
 
 
-def builder(name: str, length: int, mode: str) -> Callable[[], nn.Module]:
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+def builder(
+    name: str, length: int, mode: str, *, december: bool = False
+) -> Callable[[], nn.Module]:
     """What RunSpec's ``model`` may be: a callable that returns the model, in fp32."""
 
     def torchtitan_llama() -> nn.Module:
-        return Transformer(SIZES[name], length, mode)
+        return Transformer(SIZES[name], length, mode, december=december)
 
     return torchtitan_llama

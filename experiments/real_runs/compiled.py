@@ -45,7 +45,7 @@ _AUTOCAST = {"bf16": True, "param_dtype": "fp32"}
 _CHECKPOINTS = {"gradient_checkpointing": True}
 _BY_OP = {"gradient_checkpointing": True, "checkpoint_policy": "op"}
 _TWICE = {"gradient_accumulation_steps": 2}
-_DDP = {"strategy": "ddp", "gpus": 2, "bucket_cap_mb": 0.5}
+_DDP = {"strategy": "ddp", "gpus": 2, "bucket_cap_mb": 1.0}
 _FSDP2 = {"strategy": "fsdp2", "gpus": 2}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 

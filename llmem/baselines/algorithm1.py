@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from llmem import largest
+
 METHODS = ("CDP", "ADP", "TP", "DP+TP")
 """The paper's methods in its order, which decides ties: plain DP, ZeRO-3, tensors, both."""
 
@@ -43,8 +45,8 @@ def algorithm1(
     """Decide by ``peak(method, batch)``, bytes per GPU, against ``capacity`` bytes per GPU.
 
     ``tp`` is the tensor-parallel degree of ``DP+TP``, which exists only where ``gpus`` is a
-    multiple of it with at least two replicas; on one GPU only ``CDP`` exists. ``peak`` must not
-    fall as the batch grows.
+    multiple of it with at least two replicas; on one GPU only ``CDP`` exists. Where ``peak``
+    is not monotone, the batch is one below which all fit (see `llmem.largest`).
     """
     scores = []
     for method in METHODS:
@@ -59,19 +61,10 @@ def algorithm1(
 def largest_batch(fits: Callable[[int], bool]) -> int:
     """The largest batch for which ``fits`` holds, 0 if none.
 
-    The paper counts up from 1; doubling and then halving the gap gives the same answer for a peak
-    that grows with the batch, in logarithmically many questions.
+    The paper counts up from 1 until one does not fit; `llmem.largest` comes to the same in
+    logarithmically many questions.
     """
-    if not fits(1):
-        return 0
-    low = 1
-    while low < MAX_BATCH and fits(2 * low):
-        low *= 2
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return largest.largest_batch(fits, limit=MAX_BATCH).batch
 
 
 def _fits(peak: Callable[[str, int], int], method: str, capacity: int, batch: int) -> bool:

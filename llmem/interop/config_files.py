@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmem.errors import LlmemError
+from llmem.interop import compile_config
 from llmem.interop.fsdp_config import accelerate_fsdp, trainer_fsdp, truth
 
 LARGEST = 2**20
@@ -84,7 +85,9 @@ def _load(path: Path) -> dict[str, Any]:
             raise LlmemError(f"{path} is larger than 1 MiB; --config takes a configuration file")
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except OSError as error:
+        raise LlmemError(f"{path} cannot be read: {error.strerror}; check --config") from None
+    except (UnicodeDecodeError, ValueError, yaml.YAMLError, RecursionError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise LlmemError(f"{path} cannot be read as JSON or YAML, mend it there: {said}") from None
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
@@ -148,6 +151,11 @@ def _accelerate(path: Path, raw: dict[str, Any]) -> Config:
             f"{path}: distributed_type {kind} is not supported; use NO, MULTI_GPU, FSDP or DEEPSPEED"
         )
     _parallelism(config, left)
+    older = {key: left.pop(key) for key in ("dynamo_backend",) if key in left}
+    section = (left.pop("dynamo_config", None) or {}) | older
+    fields, unused = compile_config.accelerate_compile(section)
+    config.fields |= fields
+    config.unused += unused
     config.unused += sorted(left)
     return config
 
@@ -287,8 +295,9 @@ def _arguments(path: Path, raw: dict[str, Any]) -> Config:
         elif key == "gradient_checkpointing_kwargs" and isinstance(value, Mapping):
             if "use_reentrant" in value:
                 config.fields["use_reentrant"] = truth(value["use_reentrant"])
-        elif key not in FSDP and key not in METHODS and key not in FOUR_BITS and key not in EIGHT_BITS:
+        elif not any(key in others for others in ELSEWHERE):
             config.unused.append(key)
+    config.fields |= compile_config.trainer_compile(raw)
     _method(config, raw)
     _fsdp(config, raw)
     if isinstance(config.fields.get("deepspeed"), (str, Mapping)):
@@ -297,6 +306,9 @@ def _arguments(path: Path, raw: dict[str, Any]) -> Config:
 
 
 FSDP = ("fsdp", "fsdp_config")
+
+ELSEWHERE = (FSDP, METHODS, FOUR_BITS, EIGHT_BITS, compile_config.TRAINER)
+"""Keys that are read together."""
 
 
 def _fsdp(config: Config, raw: dict[str, Any]) -> None:

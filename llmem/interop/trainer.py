@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from llmem.errors import LlmemError
+from llmem.interop import compile_config
 from llmem.interop.fsdp_config import trainer_fsdp
 
 if TYPE_CHECKING:
@@ -108,6 +109,9 @@ def fields_of(args: Any, model: Any) -> dict[str, Any]:
         "attn_implementation": inner.config._attn_implementation,
         "gpus": args.world_size,
         **_strategy(args),
+        **compile_config.trainer_compile(
+            {key: getattr(args, key, None) for key in compile_config.TRAINER}
+        ),
     }
     if hasattr(model, "peft_config"):
         fields |= _adapters(model)

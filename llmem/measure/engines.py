@@ -16,7 +16,7 @@ import torch
 
 from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
-from llmem.measure import accelerate_fsdp2
+from llmem.measure import accelerate_fsdp2, gloo
 from llmem.measure.cpu_memory import HOST
 from llmem.measure.expert_engines import (
     check_measurable,
@@ -82,12 +82,15 @@ def build(spec: RunSpec, device: str) -> Wrapped:
     host_bytes = sum(tensor.nbytes for tensor in prepared.step.make_batch().values())
     if device == "cuda":
         _move_batches(prepared)
+    if spec.compile:
+        gloo.hide_from_dynamo()
     if spec.compile and spec.compile_scope != "model":
         compile_parts(prepared.step, [name for name, _ in blocks], spec, torch.compile)
     with torch.profiler.record_function(Mark.name("phase", 0, Phase.SETUP)):
         step = wrap(prepared, spec, device)
     if spec.compile and spec.compile_scope == "model":  # around the engine, as accelerate does
         compile_parts(step, [], spec, torch.compile)
+        blocks = []  # one program: a mark inside of it would change what is compiled
     return Wrapped(step, blocks, prepared.assumptions, host_bytes)
 
 
@@ -310,8 +313,6 @@ def _data_mesh(model: torch.nn.Module, spec: RunSpec, device: str) -> Any:
     if spec.ep > spec.tp and spec.ep_plan == "transformers":
         return replicas_of_experts(model)
     if spec.tp > 1:
-        if shard != spec.gpus // spec.tp:
-            raise LlmemError("--hybrid-shard with --tp cannot be measured yet; leave one of them out")
         return sharing(tensor_parallel.mesh_of(model))
     sizes = (spec.gpus,) if shard == spec.gpus else (spec.gpus // shard, shard)
     names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")

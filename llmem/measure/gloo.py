@@ -163,6 +163,13 @@ def register() -> str:
     return NAME
 
 
+def hide_from_dynamo() -> None:
+    """Dynamo does not look into the group, which as NCCL's would be no Python code."""
+    for name, method in list(vars(GlooOnCopies).items()):
+        if callable(method) and not name.startswith("__"):
+            setattr(GlooOnCopies, name, torch.compiler.disable(method))
+
+
 def _given(opts: Any) -> Iterable[Any]:
     return () if opts is None else (opts,)
 

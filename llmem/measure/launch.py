@@ -143,7 +143,10 @@ def read_record(path: Path | str) -> dict[str, Any]:
         data = path.read_bytes()
         record = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (OSError, ValueError) as error:
-        raise LlmemError(f"{path} cannot be read as a record of `llmem measure`: {error}") from None
+        said = error.strerror if isinstance(error, OSError) else error
+        raise LlmemError(
+            f"{path} cannot be read as a record: {said}; give what `llmem measure --out` wrote"
+        ) from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise LlmemError(f"{path} is no record of `llmem measure`; its schema is not {SCHEMA}")
     if lacking := sorted({"spec", "ranks"} - record.keys()):
@@ -170,6 +173,8 @@ def _check(
         raise LlmemError(f"--steps {steps} measures nothing; give at least 1")
     if fake_world is not None and fake_world < 1:
         raise LlmemError(f"--fake-world {fake_world} is no number of ranks; give at least 1")
+    if fake_world is not None and device == "cpu" and spec.strategy == "ddp":
+        raise LlmemError("torch's fake process group runs no DDP on a CPU; give --gpus in place of --fake-world")
     if history and out is None:
         raise LlmemError("an allocation history needs a place: give --out as well")
     if device not in ("cpu", "cuda"):

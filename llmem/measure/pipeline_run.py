@@ -34,14 +34,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 from llmem.errors import LlmemError
 from llmem.lifetimes import Phase
 from llmem.measure.engines import Wrapped, shard_blocks
-from llmem.measure.pipeline_fsdp2 import data_mesh
 from llmem.parallel.pipeline.schedule import SPLIT, actions, stages_on, stages_per_rank
 from llmem.parallel.pipeline.stages import split_layers
 from llmem.spec import RunSpec
 from llmem.trace.batch import Batch
 from llmem.trace.build import Prepared, blocks_of, prepare
+from llmem.trace.compiled.regions import compile_parts
 from llmem.trace.micro_batch import one_micro_batch
-from llmem.trace.split.process_group import rank_mesh
+from llmem.trace.split.process_group import rank_mesh, sharing
 from llmem.trace.split.tensor_parallel import by_mesh
 from llmem.trace.step import NoWatcher, Watcher
 
@@ -76,9 +76,11 @@ def build_pipeline(spec: RunSpec, device: str) -> Wrapped:
         alone |= {"bf16": False}
     ranks = cache(partial(rank_mesh, spec, pp=spec.pp))
     prepared = prepare(spec.model_copy(update=alone), device=device, cuda=False, mesh=ranks)
+    if spec.compile:
+        compile_parts(prepared.step, blocks_of(prepared.model), spec, torch.compile)
     total = spec.pp * per_rank
     pipeline, data = _groups(spec.pp, replicas)
-    mesh = data_mesh(spec, ranks()) if spec.strategy == "fsdp2" else None
+    mesh = sharing(ranks()) if spec.strategy == "fsdp2" else None
     mine: list[PipelineStage] = []
     step = PipelineStep(spec, prepared)
     # All of them before any is sharded, which gives a layer another class.

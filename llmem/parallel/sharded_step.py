@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,30 @@ def trace_optimizer(
 ) -> Trace:
     """Trace ``steps`` clip-and-step rounds of ``spec``'s optimizer on meta shards.
 
-    ``clip`` is called with the parameters and the norm (default: torch's, with foreach).
+    ``clip`` is called with the parameters and the norm (default: torch's, with foreach). No batch is in
+    it: a plan, which asks at every batch size, is given the same trace again.
     """
+    return _known(tuple(shards), spec.optim, spec.max_grad_norm, device, steps, clip)
+
+
+@lru_cache(maxsize=16)
+def _known(
+    shards: tuple[Shard, ...],
+    optim: str,
+    max_grad_norm: float,
+    device: DeviceProfile,
+    steps: int,
+    clip: Callable[[list[Any], float], Any] | None,
+) -> Trace:
     parts = [shard.part for shard in shards if shard.part is not None]
     with group_of(parts):
-        return _trace_optimizer(shards, spec, device, steps, clip, mesh_of(parts))
+        return _trace_optimizer(shards, optim, max_grad_norm, device, steps, clip, mesh_of(parts))
 
 
 def _trace_optimizer(
     shards: Sequence[Shard],
-    spec: RunSpec,
+    optim: str,
+    max_grad_norm: float,
     device: DeviceProfile,
     steps: int,
     clip: Callable[[list[Any], float], Any] | None,
@@ -64,7 +79,7 @@ def _trace_optimizer(
     from llmem.trace.split.tensor_parallel import by_mesh, clip_by_mesh
     from llmem.trace.tape import local_of
 
-    plan = plan_optimizer(spec.optim, cuda=device.is_cuda)
+    plan = plan_optimizer(optim, cuda=device.is_cuda)
     holder = torch.nn.Module()
     for index, shard in enumerate(shards):
         tensor = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype), device="meta")
@@ -83,13 +98,13 @@ def _trace_optimizer(
         with recorder:
             for step in range(steps):
                 recorder.start_step(step)
-                if spec.max_grad_norm:
+                if max_grad_norm:
                     with recorder.in_phase(Phase.CLIP):
                         if clip is not None:
-                            clip(parameters, spec.max_grad_norm)
+                            clip(parameters, max_grad_norm)
                         else:
                             norm: Any = torch.nn.utils.clip_grad_norm_ if mesh is None else clip_by_mesh
-                            norm(parameters, spec.max_grad_norm, foreach=True)
+                            norm(parameters, max_grad_norm, foreach=True)
                 with recorder.in_phase(Phase.OPTIMIZER):
                     optimizer.step()
                     recorder.after_optimizer(optimizer)

@@ -12,7 +12,14 @@ from llmem.errors import LlmemError
 from llmem.estimate import Estimate, Rank
 from llmem.explain import largest_at_peak
 from llmem.lifetimes import Phase
+from llmem.report.ranks import spans, whose
 from llmem.report.text import LABELS, size
+
+LABEL_SHARE = 0.05
+"""Least distance between the names of two phases, of the width; closer ones have their line alone."""
+
+GREY, GRID, CLEAR = "#777", "rgba(128,128,128,.25)", "rgba(0,0,0,0)"
+"""Legible on white and on black: the page follows the reader's colour scheme."""
 
 POINTS = 3000
 """Points per curve; each shows the largest total of its stretch, so no peak is lost."""
@@ -59,6 +66,8 @@ def page(result: Estimate) -> str:
     return template.render(
         result=result,
         worst=worst,
+        whose=whose(result),
+        spans=spans,
         levels=levels,
         parts=parts,
         held=largest_at_peak(worst, 25),
@@ -91,18 +100,23 @@ def _figure(rank: Rank) -> Any:
             )  # fmt: skip
     figure.add_scatter(
         x=picked, y=timeline.reserved[picked] / GIB, name="reserved",
-        line={"color": "black", "dash": "dot", "width": 1}, hovertemplate="%{y:.3f} GiB",
+        line={"color": GREY, "dash": "dot", "width": 1.5}, hovertemplate="%{y:.3f} GiB",
     )  # fmt: skip
     _mark_phases(figure, rank, start)
     peak = rank.peak_at.index
     figure.add_annotation(
-        x=peak, y=timeline.allocated[peak] / GIB, text="peak", showarrow=True, arrowhead=2
-    )
+        x=peak, y=timeline.allocated[peak] / GIB, text="peak", showarrow=True, arrowhead=2,
+        arrowcolor=GREY,
+    )  # fmt: skip
     figure.update_layout(
         template="plotly_white", hovermode="x unified", height=520,
         xaxis_title="allocations and frees, in order", yaxis_title="GiB",
-        legend={"orientation": "h", "y": -0.15}, margin={"t": 40, "r": 20},
+        legend={"orientation": "h", "y": -0.15}, margin={"t": 60, "r": 40},
+        paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, modebar={"bgcolor": CLEAR, "color": GREY},
+        font={"color": GREY}, hoverlabel={"bgcolor": "white", "font": {"color": "#222"}},
     )  # fmt: skip
+    figure.update_xaxes(gridcolor=GRID, zeroline=False)
+    figure.update_yaxes(gridcolor=GRID, zeroline=False)
     return Markup(figure.to_html(full_html=False, include_plotlyjs=True))
 
 
@@ -117,12 +131,16 @@ def _picked(curve: np.ndarray) -> np.ndarray:
 
 
 def _mark_phases(figure: Any, rank: Rank, start: int) -> None:
-    trace, timeline = rank.table.trace, rank.timeline
-    shown = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-    for tick, phase, _ in trace.phase_ticks:
-        if phase in shown:
-            index = timeline.span(tick, tick)[0]
-            figure.add_vline(
-                x=max(index, start), line={"color": "#bbb", "width": 1, "dash": "dash"},
-                annotation_text=phase.label, annotation_position="top",
-            )  # fmt: skip
+    timeline = rank.timeline
+    least = LABEL_SHARE * (len(timeline.events) - start)
+    last, named = None, -least
+    for tick, phase, _ in rank.table.trace.phase_ticks:
+        if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER) or phase == last:
+            continue
+        last, x = phase, max(timeline.span(tick, tick)[0], start)
+        figure.add_vline(x=x, line={"color": GREY, "width": 1, "dash": "dash"}, opacity=0.5)
+        if x - named >= least:
+            named = x
+            figure.add_annotation(
+                x=x, y=1, yref="paper", yanchor="bottom", text=phase.label, showarrow=False
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,35 +13,37 @@ from rich.table import Table
 from llmem.estimate import Estimate, Levels, Rank
 from llmem.explain import Held
 from llmem.lifetimes import Phase
+from llmem.report.ranks import spans, whose
 
 GIB = 2**30
 MIB = 2**20
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: GiB from one GiB on, else MiB, powers of two.
+    """Bytes for people: GiB from one GiB on, KiB below a tenth of a MiB, powers of two.
 
-    >>> size(3 * 2**30), size(5 * 2**20)
-    ('3.00 GiB', '5.0 MiB')
+    >>> size(3 * 2**30), size(5 * 2**20), size(512)
+    ('3.00 GiB', '5.0 MiB', '0.5 KiB')
     """
-    return f"{nbytes / GIB:,.2f} GiB" if abs(nbytes) >= GIB else f"{nbytes / MIB:,.1f} MiB"
+    if abs(nbytes) >= GIB:
+        return f"{nbytes / GIB:,.2f} GiB"
+    return f"{nbytes / MIB:,.1f} MiB" if 10 * abs(nbytes) >= MIB else f"{nbytes / 1024:,.1f} KiB"
 
 
 def print_estimate(result: Estimate, console: Console | None = None) -> None:
     """The whole report: levels, place, breakdown, steps, timeline, assumptions, fit."""
     console = console or Console(highlight=False)
     worst = result.worst
-    console.print(_headline(result))
+    console.print(_headline(result), soft_wrap=True)
     console.print(_levels_table(worst))
     console.print(_place(worst))
     console.print(_breakdown_table(worst))
     if len(result.ranks) > 1:
+        console.print()
         console.print(_ranks_table(result))
     console.print(_outside(result))
     _draw(worst, console)
-    console.print("[bold]Assumed[/bold]")
-    for note in result.assumptions:
-        console.print(f"  · {escape(note)}")
+    print_assumptions(result.assumptions, console)
     low, high = result.interval
     console.print(f"\nnvidia-smi between {size(low)} and {size(high)}")
     if result.fit is not None:
@@ -50,9 +53,20 @@ def print_estimate(result: Estimate, console: Console | None = None) -> None:
         console.print("Give --gpu NAME to hear whether it fits.")
 
 
+def print_assumptions(notes: Sequence[str], console: Console) -> None:
+    """One note a line; what does not fit its line goes on below its own first word."""
+    console.print("[bold]Assumed[/bold]")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=3)
+    table.add_column(overflow="fold")
+    for note in notes:
+        table.add_row("  ·", escape(note))
+    console.print(table)
+
+
 def _headline(result: Estimate) -> str:
     spec = result.spec
-    who = f", worst of {spec.gpus} ranks: {result.worst.rank}" if spec.gpus > 1 else ""
+    who = f", {whose(result)}" if spec.gpus > 1 else ""
     return (
         f"\n[bold]{escape(str(spec.model))}[/bold]  {spec.method}, batch "
         f"{spec.per_device_train_batch_size} x {spec.seq_length} tokens{who}"
@@ -107,16 +121,16 @@ LABELS = {
 
 def _ranks_table(result: Estimate) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("rank")
+    table.add_column("rank", no_wrap=True)
     for level in vars(result.worst.peak):
         table.add_column(level, justify="right")
     table.add_column("peak in")
     for rank in result.ranks:
         levels: Levels = rank.peak
         table.add_row(
-            str(rank.rank),
+            spans(rank.table.ranks),
             *(size(value) for value in vars(levels).values()),
-            escape(f"{rank.peak_at.phase} {rank.peak_at.module}"),
+            escape(f"{rank.peak_at.phase} {rank.peak_at.module}".strip()),
         )
     return table
 
@@ -169,15 +183,18 @@ def _phase_ticks(rank: Rank, start: int, points: int) -> tuple[list[float], list
 def print_explanation(held: list[Held], console: Console | None = None) -> None:
     """The largest storages alive at the peak."""
     console = console or Console(highlight=False)
-    table = Table(box=None, pad_edge=False, title="Largest storages alive at the peak")
-    for name in ("size", "kind", "made by", "module", "kept for", "freed by"):
-        table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
+    console.print("\n[bold]Largest storages alive at the peak[/bold]")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for item in held:
+        of = f"{item.module}, " if item.module else ""
         table.add_row(
             size(item.nbytes),
-            *(
-                escape(text)
-                for text in (item.kind, item.made_by, item.module, item.waits_for, item.freed_by)
+            item.kind.replace("_", " "),
+            escape(
+                f"{of}made by: {item.made_by}\nkept for: {item.waits_for}; freed by: {item.freed_by}"
             ),
         )
     console.print(table)
@@ -204,9 +221,8 @@ def print_plan(result: Any, console: Console | None = None) -> None:
             f"{result.pick.batch * batches} sequences per step[/bold green]"
         )
     if result.assumptions:
-        console.print("\n[bold]Assumed[/bold]")
-    for note in result.assumptions:
-        console.print(f"  · {escape(note)}")
+        console.print()
+        print_assumptions(result.assumptions, console)
 
 
 def print_record(record: dict[str, Any], console: Console | None = None) -> None:
@@ -242,7 +258,7 @@ def print_validation(results: dict[str, list[Any]], console: Console | None = No
             )  # fmt: skip
     console.print(table)
     console.print(
-        f"{len(results)} records, {len(peaks)} peaks: median error {np.median(peaks):.4%}, "
+        f"{len(results)} record{'s' * (len(results) != 1)}, {len(peaks)} peaks: median error {np.median(peaks):.4%}, "
         f"largest {max(peaks):.4%}, within 0.1%: {np.mean(np.array(peaks) <= 0.001):.0%}"
     )
 
@@ -252,15 +268,16 @@ def print_comparison(document: dict[str, Any], console: Console | None = None) -
     console = console or Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     measured = document["measured"]
-    for name in ("estimator", "bytes", "error", "seconds", "leaves out, or why it cannot say"):
+    against = ("error",) if measured else ()
+    for name in ("estimator", "bytes", *against, "seconds", "leaves out, or why it cannot say"):
         table.add_column(name, justify="right" if name in ("bytes", "error", "seconds") else "left")
     for name, entry in document["estimates"].items():
         nbytes = entry["bytes"]
-        error = f"{nbytes / measured - 1:+.1%}" if nbytes is not None and measured else ""
+        error = "" if nbytes is None or not measured else f"{nbytes / measured - 1:+.1%}"
         table.add_row(
             name,
             "" if nbytes is None else size(nbytes),
-            error,
+            *((error,) if measured else ()),
             f"{entry['seconds']:.2f}",
             escape(entry["why_not"] or "; ".join(entry["leaves_out"])),
         )

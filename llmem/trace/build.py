@@ -72,6 +72,9 @@ def prepare(
     chunk_loss(model, spec, notes)
     plan = plan_optimizer(spec.optim, cuda=cuda)
     notes.append(f"optimizer: {plan.name}, {plan.implementation} ({plan.why})")
+    if "max_grad_norm" not in spec.model_fields_set:
+        why = "TrainingArguments' default; --max-grad-norm 0 turns it off"
+        notes.append(f"gradients: clipped to norm {spec.max_grad_norm:g} ({why})")
     if spec.tp > 1:
         shard(model, spec, notes, mesh)
     if spec.ep > 1:

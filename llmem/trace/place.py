@@ -105,6 +105,7 @@ class Place(Tape):
             return call(args)
         finally:
             self.compiled, self._region = before
+            self._events += 1  # its last kernel makes nothing, and what comes next comes after it
 
     def enter_program(self, path: str) -> None:
         """The compiled program that runs is in the module at ``path``, as Dynamo writes it.

@@ -128,7 +128,7 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
         stack.enter_context(as_on_the_host(prepared.model, device, cuda=cuda))
         stack.enter_context(behave_like(spec.as_transformers, recorder.note))
         if spec.compile:
-            stack.enter_context(_compiled(prepared, spec, target, recorder))
+            stack.enter_context(_compiled(prepared, spec, device, target, recorder))
         stack.enter_context(recorder.watch_composites(device))
         stack.enter_context(stages)
         _run(prepared, recorder, stack, steps)
@@ -143,11 +143,13 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
 
 
 def _compiled(
-    prepared: Prepared, spec: RunSpec, target: DeviceProfile, recorder: Recorder
+    prepared: Prepared, spec: RunSpec, device: str, target: DeviceProfile, recorder: Recorder
 ) -> AbstractContextManager[None]:
     """The step's model is compiled, and ``recorder`` watches the compiled programs."""
     from llmem.trace.compiled.regions import compiled
 
+    if device != "meta":
+        raise LlmemError("compiled code allocates unseen on real tensors; use `llmem measure` for that")
     return compiled(prepared.step, blocks_of(prepared.model), spec, target, recorder)
 
 

@@ -121,6 +121,35 @@ def test_axolotl(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("torch_compile: true", {"compile": True}),
+        ("torch_compile: auto", {"compile": True}),  # Axolotl's
+        ("torch_compile: true\ntorch_compile_backend: inductor", {"compile": True}),
+        ("torch_compile: false\ntorch_compile_mode: default", {"compile": True}),  # as Trainer has it
+        ("torch_compile: false", {}),
+    ],
+)
+def test_training_arguments_ask_for_torch_compile(
+    tmp_path: Path, text: str, fields: dict[str, Any]
+) -> None:
+    assert fields_of(tmp_path, "max_length: 8\n" + text) == {"seq_length": 8} | fields
+    assert not read_config(tmp_path / "config.yaml").unused
+
+
+def test_accelerate_compiles(tmp_path: Path) -> None:
+    start = "distributed_type: 'NO'\nnum_processes: 1\n"
+    text = start + "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: default, "
+    compiled = {"gpus": 1, "compile": True}
+    assert fields_of(tmp_path, text + "dynamo_use_dynamic: true}") == compiled
+    assert read_config(tmp_path / "config.yaml").unused == ["dynamo_use_dynamic"]
+    regions = fields_of(tmp_path, text + "dynamo_use_regional_compilation: true}")
+    assert regions == compiled | {"compile_scope": "regions"}
+    assert fields_of(tmp_path, start + "dynamo_config: {dynamo_backend: NO}") == {"gpus": 1}
+    assert fields_of(tmp_path, start + "dynamo_backend: INDUCTOR") == compiled
+
+
 def test_deepspeed_named_by_training_arguments(tmp_path: Path) -> None:
     zero = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
     (tmp_path / "ds.json").write_text(json.dumps(zero))
@@ -154,6 +183,10 @@ def test_later_files_win_and_each_leaves_a_note(tmp_path: Path) -> None:
         ("distributed_type: FSDP", "no section fsdp_config"),
         ("mixed_precision: fp8\ndistributed_type: NO", "mixed_precision fp8"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", "num_machines"),
+        ("torch_compile_backend: cudagraphs", "torch_compile_backend cudagraphs is not supported"),
+        ("torch_compile_mode: reduce-overhead", "torch_compile_mode reduce-overhead is not supported"),
+        ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: EAGER}", "dynamo_backend EAGER"),
+        ("distributed_type: 'NO'\ndynamo_config: [1]", "a value of a wrong kind"),
     ],
 )
 def test_bad_files_get_one_sentence(tmp_path: Path, text: str, said: str) -> None:

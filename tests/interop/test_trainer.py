@@ -54,6 +54,12 @@ def test_it_predicts_the_run_it_is_in(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "nothing was measured" in caplog.text or callback.measured
 
 
+def test_arguments_that_compile(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(TINY)
+    assert fields_of(arguments(tmp_path, torch_compile=True), model)["compile"] is True
+    assert "compile" not in fields_of(arguments(tmp_path), model)
+
+
 def test_a_run_that_cannot_be_predicted_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,8 +34,6 @@ def _public_spec(line: Line) -> RunSpec:
         raise CannotExpress("a rough figure: its configuration is incomplete")
     if line["metric"] not in ("max_allocated", "max_reserved", "max_active"):
         raise CannotExpress(f"the counter is {line['metric']}")
-    if line["compile"] == "True":
-        raise CannotExpress("torch.compile")
     make = _SOURCES.get(line["source"])
     if make is None:
         raise CannotExpress(f"model code and loop of {line['source']}")
@@ -47,11 +45,17 @@ _TITAN_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "full": {"gradient_checkpointing": True},
     "full AC": {"gradient_checkpointing": True},
     "selective op": {"gradient_checkpointing": True, "checkpoint_policy": "op"},
+    "selective op (SAC, every 2nd mm)": {"gradient_checkpointing": True, "checkpoint_policy": "op"},
 }
 
 
-_TITAN_2024 = {"83c879f18": "2024-03", "7a49674b8": "2024-06", "9dc418a8b": "2024-07"}
-"""Commits before the run script set expandable segments (a5e57e4a9, 22 October 2024)."""
+_TITAN_2024 = {
+    "83c879f18": "2024-03", "7a49674b8": "2024-06", "9dc418a8b": "2024-07", "6b2f67313": "2024-10",
+    "9dec370": "2024-12",
+}  # fmt: skip
+"""Commits before AdamW was fused by default."""
+_TITAN_EXPANDABLE = "2024-10-22"
+"""Since when the run script sets expandable segments (a5e57e4a9)."""
 _TITAN_LOSS_PARALLEL = "2024-05"
 """Since when its tensor-parallel plan leaves logits sharded (``enable_loss_parallel``)."""
 
@@ -60,9 +64,9 @@ def _torchtitan(line: Line) -> RunSpec:
     """torchtitan's own Llama, taken for transformers' of the same shapes: fp32 under FSDP2 in bf16.
 
     FSDP2 leaves the last block gathered, gradients are clipped, tensor parallelism comes with
-    sequence parallelism. The rows of 2024 are older than expandable segments in the run script and
-    than fused AdamW; until March 2024 the loop held the logits. The row that says "step 1" has no
-    optimizer states yet.
+    sequence parallelism, and blocks are compiled one by one. The rows of 2024 are older than fused
+    AdamW, those before late October than expandable segments in the run script; until March 2024 the
+    loop held the logits. The row that says "step 1" has no optimizer states yet.
     """
     if line["parallel_strategy"] not in ("FSDP2", "FSDP2 eager", "FSDP2+TP"):
         raise CannotExpress(f"{line['parallel_strategy'] or 'no strategy'} of torchtitan")
@@ -72,14 +76,15 @@ def _torchtitan(line: Line) -> RunSpec:
         )
     if "step 1" in line["notes"]:
         raise CannotExpress("the first step alone, read before optimizer states exist")
-    if not line["compute_dtype"].startswith("bf16 ("):
+    if not line["compute_dtype"].startswith("bf16 (") or "float8" in line["compute_dtype"]:
         raise CannotExpress(f"computes in {line['compute_dtype']}")
     checkpoints = _TITAN_CHECKPOINTS.get(line["grad_checkpointing"] or "none")
     if checkpoints is None:
         raise CannotExpress(f"checkpointing '{line['grad_checkpointing']}'")
     if not line["seq_len"].isdecimal() or not line["batch_size_per_gpu"].isdecimal():
         raise CannotExpress("batch or length is not a number")
-    date = _TITAN_2024.get(line["commit"][:9], "later")
+    commit = "9dec370" if "titan 9dec370" in line["notes"] else line["commit"][:9]
+    date = _TITAN_2024.get(commit, "later")
     tp = whole(line["tp"] or "1")
     plan: dict[str, Any] = {}
     if tp > 1 and date < _TITAN_LOSS_PARALLEL:
@@ -92,8 +97,14 @@ def _torchtitan(line: Line) -> RunSpec:
         optim="adamw_torch_fused" if date == "later" else "adamw_torch",
         gpus=whole(line["world_size"]), strategy="fsdp2", keep_last_block=True,
         hold_outputs=date == "2024-03", gpu=_gpu(line["gpu"]), **checkpoints, **plan,
-        alloc_conf="expandable_segments:True" if date == "later" else "",
+        alloc_conf="expandable_segments:True" if date > _TITAN_EXPANDABLE else "",
+        **_compiled_blocks(line),
     )  # fmt: skip
+
+
+def _compiled_blocks(line: Line) -> dict[str, Any]:
+    """torchtitan and torchtune compile layer by layer; a checkpoint here lies inside, as torchtitan's."""
+    return {"compile": True, "compile_scope": "blocks"} if line["compile"] == "True" else {}
 
 
 def _fsdp_qlora(line: Line) -> RunSpec:
@@ -179,13 +190,20 @@ def _accelerate(line: Line) -> RunSpec:
 
 
 def _torchtune(line: Line) -> RunSpec:
-    """torchtune's own Llama, taken for transformers', all in bf16, on one GPU."""
-    if line["seq_len"] != "4096 packed" or line["parallel_strategy"] not in ("", "none"):
-        raise CannotExpress("lengths or sharding of torchtune that the row leaves open")
+    """torchtune's own Llama, taken for transformers', all in bf16, on one GPU.
+
+    The table's AdamW is fused: what foreach's step makes is more than three of its rows have room for.
+    """
+    if not line["seq_len"].endswith(" packed"):
+        raise CannotExpress("lengths of torchtune's batches that the row leaves open")
+    if line["method"] == "qlora":
+        raise CannotExpress("torchao's NF4 weights, in torchtune's own model")
+    if line["loss_impl"] != "CE (full logits)":
+        raise CannotExpress("torchtune's loss in chunks (experiments.public_runs.torchtune has it)")
     return make_spec(
         model=model_of(line["model"]), per_device_train_batch_size=int(line["batch_size_per_gpu"]),
-        seq_length=4096, param_dtype="bf16", optim="adamw_torch", max_grad_norm=0.0,
-        gradient_checkpointing=line["grad_checkpointing"] == "full", gpu="a100-80gb",
+        seq_length=int(line["seq_len"].split()[0]), param_dtype="bf16", optim="adamw_torch_fused",
+        max_grad_norm=0.0, zero_grad="after_step", gpu="a100-80gb", **_compiled_blocks(line),
     )  # fmt: skip
 
 

@@ -371,7 +371,14 @@ class Fsdp2Pass:
         return padded_shard(parameter, ranks) * ranks * ITEMSIZE[dtype]
 
     def _group_before(self, group: Group, step: int) -> Group | None:
-        """The group whose forward ended just before this one's (what backward prefetches)."""
+        """The group whose forward ended just before this one's (what backward prefetches).
+
+        Of a module that a forward calls several times (a head in chunks) it is itself, until backward
+        comes to the first call, which is near the end of the module's window.
+        """
+        calls = self.groups[0].unit.forward.get(step, [])
+        if len(group.unit.forward.get(step, [])) > len(calls):
+            return None
         order = self._post_forward_order(step)
         index = order.index(group) if group in order else 0
         return order[index - 1] if index > 0 else None

@@ -168,7 +168,10 @@ def _load(given: Any) -> dict[str, Any]:
     try:
         raw = json.loads(Path(given).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LlmemError(f"the ds_config {given} cannot be read: {error}") from None
+        said = error.strerror if isinstance(error, OSError) else error
+        raise LlmemError(
+            f"the ds_config {given} cannot be read: {said}; give DeepSpeed's JSON file"
+        ) from None
     if not isinstance(raw, dict):
         raise LlmemError(f"the ds_config {given} holds no JSON object; give DeepSpeed's file")
     return raw

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from llmem.gpu.devices import DeviceProfile
 from llmem.lifetimes import Category, Phase, Trace
 from llmem.parallel.editor import Editor
 from llmem.parallel.sharded_step import device_of, splice_optimizer
@@ -56,7 +58,27 @@ def trace_step(
     steps: int,
     gradient_dtype: str,
 ) -> StepTrace:
-    """Trace ``steps`` rounds on meta; ``gradient_dtype`` is that of the reduced gradients."""
+    """Trace ``steps`` rounds on meta; ``gradient_dtype`` is that of the reduced gradients.
+
+    No batch is in it: a plan, which asks at every batch size, is given the same rounds again.
+    """
+    dtypes = options.param_dtype, gradient_dtype
+    with_norm = options.zero.compute_grad_norm
+    return _rounds(
+        tuple(groups), dtypes, with_norm, spec.optim, spec.sdpa_backend, device_of(spec), steps
+    )
+
+
+@lru_cache(maxsize=16)
+def _rounds(
+    groups: tuple[GroupStep, ...],
+    dtypes: tuple[str, str],
+    with_norm: bool,
+    optim: str,
+    sdpa_backend: str | None,
+    device: DeviceProfile,
+    steps: int,
+) -> StepTrace:
     import torch
 
     from llmem.trace.kernels import kernels_of, scratch_of
@@ -64,28 +86,28 @@ def trace_step(
     from llmem.trace.recorder import Recorder
     from llmem.trace.run import frees_by_reference_count
 
-    device = device_of(spec)
+    param_dtype, gradient_dtype = dtypes
     masters = [torch.nn.Parameter(_empty(g.numel, "float32")) for g in groups]
-    optimizer = plan_optimizer(spec.optim, cuda=device.is_cuda).build(masters)
+    optimizer = plan_optimizer(optim, cuda=device.is_cuda).build(masters)
     recorder = Recorder(
         devices=frozenset({"meta"} if device.is_cuda else {"meta", "cpu"}),
         scratch=scratch_of(device) if device.is_cuda else None,
     )
     recorder.add_model(torch.nn.ParameterList(masters))
-    low = [_empty(g.numel, options.param_dtype) for g in groups]
+    low = [_empty(g.numel, param_dtype) for g in groups]
     gradients = [[_empty(g.held or g.numel, gradient_dtype) for g in groups] for _ in range(steps)]
     for tensor in low:
         recorder.add_existing(tensor, Category.PARAMETER)
     rows = [[recorder.add_existing(t, Category.GRADIENT) for t in row] for row in gradients]
     with ExitStack() as stack:
-        stack.enter_context(kernels_of(device, recorder.note, spec.sdpa_backend))
+        stack.enter_context(kernels_of(device, recorder.note, sdpa_backend))
         for context in (multi_tensor_ops_on_meta(), frees_by_reference_count(), recorder):
             stack.enter_context(context)
         stack.enter_context(torch.no_grad())
         for step in range(steps):
             recorder.start_step(step)
             round_ = _Round(groups, masters, low, gradients[step], optimizer, recorder)
-            round_(options.zero.compute_grad_norm)
+            round_(with_norm)
     trace = recorder.finish()
     trace.optimizer = {
         "name": type(optimizer).__name__,

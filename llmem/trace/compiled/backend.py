@@ -9,10 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from sympy import Integer  # type: ignore[import-untyped]
+from torch._functorch import partitioners
 from torch._inductor import compile_fx as inductor
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import IRNode
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,6 +24,7 @@ from llmem.trace.compiled.codegen import without_kernels
 from llmem.trace.compiled.composites import composites_fall_apart
 from llmem.trace.compiled.device import (
     HOST,
+    META,
     answering_for,
     device_of,
     relabel,
@@ -62,7 +66,13 @@ def _as_on(profile: DeviceProfile, device: torch.device) -> Iterator[None]:
         stack.enter_context(answering_for(profile))
         stack.enter_context(without_kernels(device))
         stack.enter_context(_joint_passes_on_the_host())
+        # A recomputed op's random state is a few bytes on the host, read from a GPU that is not there.
+        stack.enter_context(patch.object(partitioners, "functionalize_rng_ops", _as_they_are))
         yield
+
+
+def _as_they_are(joint: Any, forward: Any, backward: Any, *_: Any) -> tuple[Any, Any]:
+    return forward, backward
 
 
 @contextmanager
@@ -72,7 +82,9 @@ def _joint_passes_on_the_host() -> Iterator[None]:
 
     def passes(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         relabel(graph, HOST)
-        return original(graph, *args, **(kwargs | {"input_device": HOST}))
+        done = original(graph, *args, **(kwargs | {"input_device": HOST}))
+        relabel(done, META)  # what AOTAutograd goes on with
+        return done
 
     with patch.object(inductor, "_recursive_joint_graph_passes", passes):
         yield
@@ -101,9 +113,27 @@ def _lower(
         lowering = GraphLowering(
             graph, example_inputs=examples, is_backward=backward, is_inference=inference
         )
-        with V.set_debug_handler(DebugContext()), V.set_graph_handler(lowering):
+        with ExitStack() as stack:
+            stack.enter_context(inductor.maybe_disable_comprehensive_padding(examples))
+            stack.enter_context(V.set_debug_handler(DebugContext()))
+            stack.enter_context(V.set_graph_handler(lowering))
             lowering.run(*examples)
+            _tell_strides(lowering)
             source: Any = lowering.codegen()[0]
     run: Any = load(getattr(source, "value", source), dict(lowering.constants))
     run._boxed_call = True  # it takes its arguments out of the list
     return run  # type: ignore[no-any-return]
+
+
+def _tell_strides(lowering: GraphLowering) -> None:
+    """AOTAutograd learns how Inductor lays out what it saves for backward (padded, on a GPU)."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    for output in lowering.graph_outputs:
+        strides: Any = None
+        if isinstance(output, IRNode) and output.has_tensor_output():
+            strides = output.get_stride()
+            fixed = all(isinstance(stride, (int, Integer)) for stride in strides)
+            strides = tuple(map(int, strides)) if fixed else None
+        context.output_strides.append(strides)

@@ -53,14 +53,21 @@ def _announce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _module_of(node: Any) -> str | None:
-    """Path of the module that the last of the ops fused in ``node`` comes from."""
+    """Path of the module that the last of the ops fused in ``node`` comes from.
+
+    The code of a compiled region's own module has no path: its ops count as those fused with them.
+    """
     for part in reversed(node.get_nodes()):
-        for origin in getattr(part.node, "origins", ()):
-            stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
-            if stack:
-                path = list(stack.values())[-1][0]
-                return str(path)
+        placed = [origin for origin in getattr(part.node, "origins", ()) if _stack_of(origin)]
+        if placed:
+            path = list(_stack_of(max(placed)).values())[-1][0]  # nodes of FX are ordered
+            return str(path)
     return None
+
+
+def _stack_of(origin: Any) -> Any:
+    """The modules around an op, from the outermost in; of a backward's op, those of its forward's."""
+    return origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
 
 
 class _Program(PythonWrapperCodegen):

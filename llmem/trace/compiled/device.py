@@ -8,18 +8,20 @@ answers its questions from a profile.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import _meta_registrations as meta_kernels
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from llmem.gpu.devices import DeviceProfile
 
 HOST = torch.device("cpu")
+META = torch.device("meta")
 _LABELS = ("meta", "cpu", "cuda")
 
 
@@ -63,7 +65,8 @@ def device_of(profile: DeviceProfile) -> torch.device:
 def answering_for(profile: DeviceProfile) -> Iterator[None]:
     """Inductor's questions about the GPU are answered from ``profile``."""
     if not profile.is_cuda:
-        yield
+        with _as_plain_meta():
+            yield
         return
     import torch._inductor.scheduler as scheduler
     from torch._dynamo.device_interface import CudaInterface
@@ -75,6 +78,7 @@ def answering_for(profile: DeviceProfile) -> Iterator[None]:
         return staticmethod(lambda *_, **__: answer)
 
     with ExitStack() as stack:
+        stack.enter_context(_as_plain_meta())
         for name, answer in {
             "get_device_properties": properties,
             "get_compute_capability": major * 10 + minor,
@@ -90,17 +94,17 @@ def answering_for(profile: DeviceProfile) -> Iterator[None]:
             "current_device": 0,
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, _answer=answer: _answer))
-        stack.enter_context(patch.object(torch.cuda, "get_rng_state", lambda *_: rng_state()))
         stack.enter_context(patch.object(scheduler, "has_triton", lambda: True))
         yield
 
 
-def rng_state() -> torch.Tensor:
-    """A GPU's random state, which lies on the host: seed and offset, 8 bytes each.
+def _as_plain_meta() -> AbstractContextManager[Any]:
+    """Fake tensors have the meta kernels that plain meta tensors have: those of a GPU.
 
-    ``CUDAGeneratorImpl::get_state`` of aten/src/ATen/cuda/CUDAGeneratorImpl.cpp.
+    Where a graph says that it is of the host, some refuse what code that saw meta tensors does
+    (``aten::histc`` of integers, by which transformers counts the tokens of each expert).
     """
-    return torch.zeros(16, dtype=torch.uint8)
+    return patch.object(meta_kernels, "device_hint", lambda _: "cuda")
 
 
 def _properties(profile: DeviceProfile) -> Any:

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from llmem.trace.compiled.device import rng_state
-
 
 class Watcher(Protocol):
     """Who watches programs run."""
@@ -51,8 +49,6 @@ def load(source: str, constants: dict[str, torch.Tensor]) -> Callable[[list[Any]
     tensors that it names.
     """
     names: dict[str, Any] = {"__name__": "llmem.inductor_program"}
-    for own in ("run_and_save_rng_state", "run_with_rng_state"):  # they know no meta tensors
-        source = source.replace(f"torch.ops.higher_order.{own}(", f"{own}(")
     exec(compile(source, "<inductor>", "exec"), names)
     names |= {name: value.to("meta") for name, value in constants.items()}
     names |= {
@@ -62,8 +58,6 @@ def load(source: str, constants: dict[str, torch.Tensor]) -> Callable[[list[Any]
         "assert_size_stride": _nothing,
         "assert_alignment": _nothing,
         "nullcontext": nullcontext,
-        "run_and_save_rng_state": lambda op, *args, **kwargs: (rng_state(), op(*args, **kwargs)),
-        "run_with_rng_state": lambda state, op, *args, **kwargs: op(*args, **kwargs),
         "place": _tell,
         "fused": fused,
     }

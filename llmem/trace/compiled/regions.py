@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,9 +23,12 @@ from llmem.errors import LlmemError
 from llmem.gpu.devices import DeviceProfile
 from llmem.installed import installed
 from llmem.lifetimes import Phase
+from llmem.parallel.pipeline.schedule import SPLIT
 from llmem.spec import RunSpec
 from llmem.trace.checkpointing import is_reentrant
 from llmem.trace.compiled import program
+from llmem.trace.compiled.failures import reason_of, unlogged
+from llmem.trace.in_backward import InBackward
 from llmem.trace.recorder import Recorder
 from llmem.trace.step import TrainingStep
 
@@ -39,10 +43,9 @@ def check_compile(spec: RunSpec) -> None:
     scope = spec.compile_scope
     for option, given in (
         ("--task generate", spec.task == "generate"),
-        ("--tp", spec.tp > 1), ("--cp", spec.cp > 1), ("--ep", spec.ep > 1), ("--pp", spec.pp > 1),
+        ("--ep", spec.ep > 1),
         ("quantised weights", spec.quantization != "none" or spec.method == "qlora"),
         ("--liger", spec.liger), (f"--kernels {spec.kernels}", spec.kernels != "model"),
-        ("--optimizer-in-backward", spec.optimizer_in_backward),
         (f"--strategy {spec.strategy}", spec.strategy not in _STRATEGIES[scope]),
     ):  # fmt: skip
         if given:
@@ -51,6 +54,22 @@ def check_compile(spec: RunSpec) -> None:
                 f"--compile with {option} is not supported (--compile-scope {scope} goes with "
                 f"--strategy {known}); leave one of them out"
             )
+    if scope == "model" and spec.strategy == "ddp" and spec.bucket_cap_mb < 1:
+        raise LlmemError(
+            f"--bucket-cap-mb {spec.bucket_cap_mb:g} with --compile is refused by torch, whose "
+            "DDPOptimizer cuts the model's graph at buckets of 1 MiB or more; raise it, or use "
+            "--compile-scope blocks"
+        )
+    if scope != "blocks" and max(spec.tp, spec.cp, spec.pp) > 1:
+        raise LlmemError(
+            f"--compile-scope {scope} with --tp, --cp or --pp is not supported: their hooks sit around "
+            "layers; add --compile-scope blocks, which is what torchtitan compiles"
+        )
+    if spec.pp > 1 and spec.pp_schedule in SPLIT:
+        raise LlmemError(
+            f"--compile with --pp-schedule {spec.pp_schedule} is not supported: a compiled layer's "
+            "backward is one piece; use 1f1b, gpipe or interleaved"
+        )
 
 
 def compile_parts(
@@ -64,7 +83,8 @@ def compile_parts(
         step.outputs_of_call = compile_it(step.outputs_of_call)
         return
     for module in _regions(step.model, blocks, spec.compile_scope):
-        module.forward = compile_it(_with_checkpoint(module, spec))
+        region = compile_it(_with_checkpoint(module, spec))
+        module.forward = _on_arrived_tensors(region) if spec.tp > 1 else region
 
 
 @contextmanager
@@ -75,13 +95,10 @@ def compiled(
 
     ``recorder`` will watch the programs. Raises LlmemError if they cannot be compiled.
     """
-    import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
 
-    dynamo.reset()
-    counters.clear()
     backend = _backend(profile)
-    with _restored(step):
+    with _forgotten(), unlogged(), _restored(step), _own_calls_too(backend):
         compile_parts(step, blocks, spec, partial(torch.compile, backend=_split(backend, spec)))
         _rehearse(step, recorder)
         if not backend.graphs:
@@ -98,7 +115,20 @@ def compiled(
                 f"torch.compile compiles {type(step.model).__name__} again in a later step, which "
                 "hides what it allocates; leave --compile out"
             )
+
+
+@contextmanager
+def _forgotten() -> Iterator[None]:
+    """Dynamo knows nothing that it compiled before, and afterwards nothing that it did here."""
+    import torch._dynamo as dynamo
+    from torch._dynamo.utils import counters
+
     dynamo.reset()
+    counters.clear()
+    try:
+        yield
+    finally:
+        dynamo.reset()
 
 
 @contextmanager
@@ -116,6 +146,17 @@ def _restored(step: TrainingStep) -> Iterator[None]:
                     setattr(module, name, attributes[name])
                 else:
                     vars(module).pop(name, None)
+
+
+@contextmanager
+def _own_calls_too(backend: Any) -> Iterator[None]:
+    """``torch.compile`` in the model's own code (around its loss, say) compiles by ``backend`` too."""
+
+    def compile_by(_: Any, graph: Any, inputs: Any, **__: Any) -> Any:
+        return backend(graph, inputs)
+
+    with patch.object(torch._TorchCompileInductorWrapper, "__call__", compile_by):
+        yield
 
 
 def _split(backend: Any, spec: RunSpec) -> Any:
@@ -144,18 +185,19 @@ def _rehearse(step: TrainingStep, recorder: Recorder) -> None:
 
     A recorder of its own answers what code outside of compiled regions asks of masks.
     """
-    from torch._dynamo.exc import TorchDynamoException
-
     asked = Recorder(frozenset({"meta"}))
     asked.padding = recorder.padding
     try:
         with asked, asked.in_phase(Phase.FORWARD):
             step.rehearse()
-    except TorchDynamoException as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if isinstance(step.optimizer, InBackward):
+            step.optimizer.state.clear()  # its hooks have stepped
+    except LlmemError:
+        raise
+    except Exception as error:  # of any of three compilers, or of the model itself
         raise LlmemError(
             f"torch.compile of torch {installed('torch')} cannot compile {type(step.model).__name__} "
-            f"({first.strip().rstrip('.')}); leave --compile out, or trace a step of your own"
+            f"({reason_of(error)}); leave --compile out, or trace a step of your own"
         ) from error
 
 
@@ -196,13 +238,42 @@ def _with_checkpoint(module: torch.nn.Module, spec: RunSpec) -> Callable[..., An
     return checkpointed
 
 
+def _on_arrived_tensors(region: Callable[..., Any]) -> Callable[..., Any]:
+    """``region``, called with results of collectives once they have arrived.
+
+    AOTAutograd of torch 2.13 waits for them itself, but their gradients end there
+    (``_functorch/_aot_autograd/frontend_utils.py``).
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return region(*map(_arrived, args), **{name: _arrived(arg) for name, arg in kwargs.items()})
+
+    return call
+
+
+def _arrived(value: Any) -> Any:
+    return _Arrived.apply(value) if hasattr(value, "trigger_wait") else value  # type: ignore[no-untyped-call]
+
+
+class _Arrived(torch.autograd.Function):
+    """The tensor that a collective has filled, from the one that stands for it until then."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Any) -> torch.Tensor:
+        arrived: torch.Tensor = pending.trigger_wait()
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
 def _said(spec: RunSpec, graphs: int, counters: Any) -> str:
-    breaks = counters["graph_break"]
-    stopped = (
-        f", {sum(breaks.values())} graph breaks ({next(iter(breaks)).splitlines()[0]})" if breaks else ""
-    )
+    breaks = counters["graph_break"]  # counted again for each function around one
+    stopped = f", cut where Dynamo stops ({next(iter(breaks)).splitlines()[0]})" if breaks else ""
+    plural = "" if graphs == 1 else "s"
     what = {"model": "the model", "blocks": "each layer", "regions": "each layer and what is around"}
     return (
         f"torch.compile: {what[spec.compile_scope]}, by Dynamo, AOTAutograd and Inductor of torch "
-        f"{installed('torch')}: {graphs} graphs{stopped}; matrix products unpadded, nothing autotuned"
+        f"{installed('torch')}: {graphs} graph{plural}{stopped}; matrix products unpadded, nothing autotuned"
     )

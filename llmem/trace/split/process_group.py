@@ -27,26 +27,33 @@ MeshOf = Callable[[], Any]
 
 
 def rank_mesh(spec: RunSpec, *, pp: int = 1) -> Any:
-    """All ranks of the current process group as [pp, dp, cp, tp].
+    """All ranks of the current process group as [pp, dp_replicate, dp_shard, cp, tp].
 
-    The degrees of cp and tp are those of ``spec``; dp takes what the group has beyond. ``pp`` is 1
-    where a whole model is traced or cut, as a pipeline's one micro-batch is.
+    The degrees of cp and tp are those of ``spec``; data-parallel dimensions take what the group has
+    beyond, with more than one copy under HSDP. ``pp`` is 1 where a whole model is traced or cut, as a
+    pipeline's one micro-batch is.
     """
     import torch.distributed as dist
 
     data = dist.get_world_size() // (pp * spec.cp * spec.tp)
-    return make_mesh((pp, data, spec.cp, spec.tp), ("pp", "dp", "cp", "tp"))
+    copies = max(data * spec.cp // spec.shard_ranks, 1)
+    sizes = (pp, copies, data // copies, spec.cp, spec.tp)
+    return make_mesh(sizes, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
 
 
 def sharing(mesh: Any) -> Any:
-    """The part of ``rank_mesh`` whose ranks FSDP shards over, and DDP reduces over: dp x cp.
+    """The part of ``rank_mesh`` whose ranks FSDP shards over: dp_shard x cp, and copies of it under HSDP.
 
     torchtitan's ``fsdp`` (``dp_shard_cp`` until 2025), accelerate's ``dp_shard_cp``.
     """
-    if mesh["cp"].size() == 1:
-        return mesh["dp"]
+    shard = "dp_shard"
     with torch.profiler.record_function("host:device mesh"):
-        return mesh["dp", "cp"]._flatten("dp_cp")
+        if mesh["cp"].size() > 1:
+            shard = "dp_shard_cp"
+            flat = mesh["dp_shard", "cp"]._flatten(shard)
+        else:
+            flat = mesh[shard]
+        return flat if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", shard]
 
 
 def make_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:

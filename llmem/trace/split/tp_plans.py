@@ -307,13 +307,13 @@ def _check_sizes(model: Any, anatomy: _Anatomy, spec: RunSpec) -> None:
 class LossParallelStep(TrainingStep):
     """A step whose cross-entropy works on sharded logits, forward and backward."""
 
-    def __call__(self) -> None:
+    def _micro_batch(self, mine: Callable[[Any], Any], *, first: bool) -> None:
         from torch.distributed.tensor.parallel import loss_parallel
 
         sharded_loss = loss_parallel()
         sharded_loss.__enter__()
         try:
-            super().__call__()
+            super()._micro_batch(mine, first=first)
         finally:  # loss_parallel itself would not clean up after an error
             sharded_loss.__exit__(None, None, None)
 
