@@ -127,6 +127,7 @@ def _trace_spec(spec: RunSpec, device: str, steps: int, compute_dtype: str | Non
                 stack.enter_context(sent_blocks_wait())
         stack.enter_context(as_on_the_host(prepared.model, device, cuda=cuda))
         stack.enter_context(behave_like(spec.as_transformers, recorder.note))
+        stack.enter_context(new_tensors_are_dispatched())  # before Dynamo guards torch.tensor
         if spec.compile:
             stack.enter_context(_compiled(prepared, spec, device, target, recorder))
         stack.enter_context(recorder.watch_composites(device))
@@ -158,7 +159,6 @@ def _run(prepared: Prepared, recorder: Recorder, stack: ExitStack, steps: int) -
     stack.enter_context(quiet())
     stack.enter_context(recorder.watch_modules(prepared.model, prepared.head))
     stack.enter_context(recorder.watch_gradients())
-    stack.enter_context(new_tensors_are_dispatched())
     stack.enter_context(frees_by_reference_count())
     try:
         with recorder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +38,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class FromNumbers(Block):
+    """It makes a tensor of numbers, and one more to index with (caches of T5, heads of Falcon)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        none = torch.tensor([], device=x.device)
+        return torch.cat([none, super().forward(x)[:, :, [0]].flatten()]).view(1, -1, 1) + x
 
 
 class Counting(Block):
@@ -93,8 +100,8 @@ def saved(trace: Trace) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def blocks() -> Iterator[Trace]:
-    yield traced()
+def blocks() -> Trace:
+    return traced()
 
 
 def test_products_are_saved_and_the_activation_is_not(blocks: Trace) -> None:
@@ -172,6 +179,11 @@ def test_the_users_module_comes_back(policy: str) -> None:
     traced(model, gradient_checkpointing=True, checkpoint_policy=policy)
     assert "forward" not in vars(layer)
     assert layer.gradient_checkpointing is True
+
+
+def test_tensors_made_of_numbers_are_traced(blocks: Trace) -> None:
+    """Here torch.tensor makes no fake tensor on meta; the program is otherwise that of ``Block``."""
+    assert saved(traced(on_meta(FromNumbers))) == saved(blocks)
 
 
 def test_a_model_that_is_compiled_again_later_is_refused() -> None:

@@ -22,15 +22,24 @@ def unlogged() -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what ``error`` says, of the error that a backend raised if it wraps one.
+    """The first line of what the error says from which ``error`` came, wrapped by one compiler or more.
 
     >>> reason_of(RuntimeError("\\n  No kernel for aten::x.\\nTraceback ..."))
     'No kernel for aten::x'
     >>> reason_of(AssertionError())
     'AssertionError'
     """
-    while (inner := getattr(error, "inner_exception", None)) is not None:
+    while (inner := _wrapped_in(error)) is not None:
         error = inner
     lines = (line.strip().rstrip(".:") for line in str(error).splitlines())
     first = next(filter(None, lines), type(error).__name__)
     return first if len(first) <= LONGEST else f"{first[:LONGEST]} ..."
+
+
+def _wrapped_in(error: BaseException) -> BaseException | None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    inner: BaseException | None = getattr(error, "inner_exception", None) or error.__cause__
+    if inner is None and isinstance(error, TorchDynamoException):  # raised while handling it
+        inner = error.__context__
+    return inner

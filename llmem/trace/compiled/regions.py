@@ -27,6 +27,7 @@ from llmem.parallel.pipeline.schedule import SPLIT
 from llmem.spec import RunSpec
 from llmem.trace.checkpointing import is_reentrant
 from llmem.trace.compiled import program
+from llmem.trace.compiled.constants import constants_become_fake
 from llmem.trace.compiled.failures import reason_of, unlogged
 from llmem.trace.in_backward import InBackward
 from llmem.trace.recorder import Recorder
@@ -98,7 +99,7 @@ def compiled(
     from torch._dynamo.utils import counters
 
     backend = _backend(profile)
-    with _forgotten(), unlogged(), _restored(step), _own_calls_too(backend):
+    with _forgotten(), unlogged(), constants_become_fake(), _restored(step), _own_calls_too(backend):
         compile_parts(step, blocks, spec, partial(torch.compile, backend=_split(backend, spec)))
         _rehearse(step, recorder)
         if not backend.graphs:
