@@ -172,6 +172,12 @@ def _run(prepared: Prepared, recorder: Recorder, stack: ExitStack, steps: int) -
             f"batch: {str(error).strip().rstrip('.')}; install another version, or trace a step of "
             "your own"
         ) from error
+    except (AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
+        said = next(iter(str(error).strip().splitlines()), "no reason given").rstrip(".")
+        raise LlmemError(
+            f"{type(prepared.model).__name__} of transformers {installed('transformers')} fails "
+            f"({type(error).__name__}: {said}); check its config, or trace a step of your own"
+        ) from error
 
 
 _READS_VALUES = ("nonzero", "index", "_local_scalar_dense")

@@ -183,3 +183,13 @@ def test_a_refused_batch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", refuse)
     with pytest.raises(LlmemError, match="refuses the batch: `token_type_ids` is required;"):
         llmem.trace(LLAMA, **SIZE)
+
+
+def test_a_model_that_fails_in_its_own_code_is_one_sentence() -> None:
+    lacks_its_first_token = {
+        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 100,
+        "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+    }  # fmt: skip
+    said = r"T5ForConditionalGeneration .* fails \(AttributeError: .*decoder_start_token_id'\); check"
+    with pytest.raises(LlmemError, match=said):
+        llmem.trace(lacks_its_first_token, **SIZE)
