@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.nn import functional as F
 
 import llmem
@@ -239,6 +240,17 @@ def test_what_does_not_go_with_it_is_refused(fields: dict[str, Any], said: str) 
     given = {"seq_length": 16, "per_device_train_batch_size": 1, "steps": 1} | fields
     with pytest.raises(LlmemError, match=said):
         llmem.estimate(make_spec(model=TINY, compile=True, **given))
+
+
+def test_what_was_traced_before_chooses_no_kernels() -> None:
+    query = torch.empty(1, 2, 8, 16, device="meta", requires_grad=True)
+    with enable_python_dispatcher():  # which remembers meta's own path
+        F.scaled_dot_product_attention(query, query, query)
+    given = {"per_device_train_batch_size": 1, "seq_length": 16, "steps": 1, "param_dtype": "bf16"}
+    spec = make_spec(model=TINY, compile=True, compile_scope="blocks", **given)
+    traced = llmem.estimate(spec).trace
+    names = {traced.op_name(op) for op in range(len(traced.ops))}
+    assert any(name.startswith("_scaled_dot_product") for name in names)
 
 
 @pytest.mark.slow

@@ -34,6 +34,20 @@ def composites_fall_apart() -> Iterator[None]:
         library._destroy()
 
 
+def forget_kernels() -> None:
+    """The Python dispatcher asks again which kernel each op has: some are ours, for a while.
+
+    It remembers per op, and registrations in C++ do not tell it (torch/_ops.py, ``_dispatch_cache``).
+    """
+    for namespace in (torch.ops.aten, torch.ops._c10d_functional):
+        for packet in list(vars(namespace).values()):
+            if not isinstance(packet, torch._ops.OpOverloadPacket):
+                continue
+            for op in list(vars(packet).values()):
+                if isinstance(op, torch._ops.OpOverload):
+                    op._dispatch_cache.clear()
+
+
 @cache
 def _hidden_composites() -> list[Any]:
     """Composite ops that return new tensors and have a kernel for meta, but none for its autograd."""

@@ -27,6 +27,7 @@ from llmem.parallel.pipeline.schedule import SPLIT
 from llmem.spec import RunSpec
 from llmem.trace.checkpointing import is_reentrant
 from llmem.trace.compiled import program
+from llmem.trace.compiled.composites import forget_kernels
 from llmem.trace.compiled.constants import constants_become_fake
 from llmem.trace.compiled.failures import reason_of, unlogged
 from llmem.trace.in_backward import InBackward
@@ -120,16 +121,18 @@ def compiled(
 
 @contextmanager
 def _forgotten() -> Iterator[None]:
-    """Dynamo knows nothing that it compiled before, and afterwards nothing that it did here."""
+    """Dynamo and dispatcher know nothing of what was before, and afterwards nothing of what was here."""
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
 
     dynamo.reset()
     counters.clear()
+    forget_kernels()
     try:
         yield
     finally:
         dynamo.reset()
+        forget_kernels()
 
 
 @contextmanager
