@@ -11,20 +11,15 @@ How many tokens a rank receives is not known on meta: as many as it sends.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+
+from experiments.public_runs.titan_llama import Checkpointed
 
 DIM, LAYERS, DENSE_LAYERS, HEADS = 2048, 27, 1, 16
 HIDDEN, EXPERT_HIDDEN, EXPERTS, SHARED, PICKED = 10944, 1408, 64, 2, 6
@@ -162,40 +157,6 @@ class TransformerBlock(nn.Module):
     def forward(self, x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), frequencies)
         return x + self.feed_forward(self.ffn_norm(x))
-
-
-SAVED = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-}
-
-
-def selective() -> Any:
-    """Keep what matrix products (every second one) and attention make, recompute the rest."""
-    seen: dict[bool, int] = defaultdict(int)
-
-    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func is torch.ops.aten.mm.default:
-            seen[ctx.is_recompute] += 1
-        second = func is torch.ops.aten.mm.default and seen[ctx.is_recompute] % 2 == 0
-        keep = func in SAVED and not second
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-class Checkpointed(nn.Module):
-    """The wrapper around a block that FSDP2 takes for its unit."""
-
-    def __init__(self, block: TransformerBlock, mode: str) -> None:
-        super().__init__()
-        self.block = block
-        extra = {"context_fn": selective} if mode == "selective" else {}
-        self.run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **extra)
-
-    def forward(self, x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        return self.run(self.block, x, frequencies)
 
 
 class CompiledLoss(torch.autograd.Function):

@@ -149,7 +149,7 @@ def selective() -> Any:
 class Checkpointed(nn.Module):
     """The wrapper around a block that FSDP2 takes for its unit."""
 
-    def __init__(self, block: TransformerBlock, mode: str) -> None:
+    def __init__(self, block: nn.Module, mode: str) -> None:
         super().__init__()
         self.block = block
         extra = {"context_fn": selective} if mode == "selective" else {}

@@ -115,9 +115,8 @@ class Place(Tape):
         known = self._program_modules.get((self._region, path))
         if known is None:
             region = list(self._modules)[self._region]
-            parts = [*([region] if region else []), *path.split(".")]
-            own = len(parts) - len(path.split("."))
-            names = (".".join([*parts[:own], *parts[start:]]) for start in range(own, len(parts)))
+            prefix, parts = f"{region}." if region else "", path.split(".")
+            names = (prefix + ".".join(parts[start:]) for start in range(len(parts)))
             found = next((name for name in names if name in self._modules), region)
             known = self._program_modules[self._region, path] = self._modules[found]
         self.compiled = known
